@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import sqlite3
+import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Collection, Iterator
@@ -44,19 +46,33 @@ class Erased(NamedTuple):
 
 
 def export_to(to: Path, data_dir: Path, owner: str, name: str) -> int:
-    """Make a zip file, for its owner only, and write an export into it; see `write_export`. What fails leaves no file."""
+    """Write an export into a zip file for its owner only, and return the number of conversations; see `write_export`.
+
+    The file has its name when it is whole. What fails leaves no file; a process that is killed leaves one whose name ends in `.part`.
+    Raises StartupError.
+    """
     try:
-        fd = os.open(to, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        _refuse(to)
+        fd, part = tempfile.mkstemp(dir=to.parent, prefix=f"{to.name}.", suffix=".part")
     except OSError as error:
         raise StartupError(f"{to} cannot be made: {error.strerror}.") from error
     try:
         with open(fd, "r+b") as file:
-            return write_export(file, data_dir / SESSIONS_NAME, data_dir, owner, name)
+            num = write_export(file, data_dir / SESSIONS_NAME, data_dir, owner, name)
+        _refuse(to)
+        os.rename(part, to)
     except BaseException as error:
-        to.unlink(missing_ok=True)
+        Path(part).unlink(missing_ok=True)
         if isinstance(error, OSError):  # what was left to be written when the file was closed
             raise StartupError(f"{to} cannot be written: {error.strerror}.") from error
         raise
+    return num
+
+
+def _refuse(there: Path) -> None:
+    """Raise FileExistsError where a file is there already."""
+    if os.path.lexists(there):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(there))
 
 
 def write_export(file: IO[bytes], sessions: Path, data_dir: Path, owner: str, name: str) -> int:

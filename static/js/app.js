@@ -14,7 +14,7 @@ import { SessionIndex } from './sessions.js';
 import { Settings } from './settings.js';
 import { Connection } from './socket.js';
 import { StatusBanner } from './status.js';
-import { readCalls, readDraft, readFollow, readKey, readPerson, readUnsent, writeCalls, writeDraft, writeKey, writePerson, writeUnsent } from './storage.js';
+import { onElsewhere, readCalls, readDraft, readFollow, readKey, readPerson, readUnsent, writeCalls, writeDraft, writeKey, writePerson, writeUnsent } from './storage.js';
 import { toast } from './toast.js';
 import { Transcript } from './transcript.js';
 import { isLive, newId } from './turn.js';
@@ -32,6 +32,7 @@ export class App {
   #lists = 0; // only the last one's answer is shown
   #isListing = false;
   #creating = false;
+  #removing = new Set(); // conversations that are deleted on this page
   #sought = null; // the turn that a search found, until it has been shown
   #events = {
     phase: () => this.#onPhase(),
@@ -134,6 +135,8 @@ export class App {
       this.#openSession(sessionFromHash());
       this.#showShared();
     });
+    onElsewhere((key) => this.#takeKey(key), (owner) => this.#followPerson(owner));
+    document.addEventListener('visibilitychange', () => this.#lookAgain());
     document.addEventListener('keydown', (event) => this.#onKey(event));
     byId('shortcuts-button').addEventListener('click', showShortcuts);
     byId('calls-button').addEventListener('click', () => this.#showCalls(!readCalls()));
@@ -169,6 +172,14 @@ export class App {
     setHash(session.id);
     this.#flush();
     return session.id;
+  }
+
+  /** Sends what waited in conversations that are not open for an answer or the server. */
+  async #sendQueued() {
+    await this.settings.saved();
+    for (const [sessionId, message] of this.composer.takeQueued((id) => this.core.sessions.get(id)?.loaded && !this.core.liveTurn(id))) {
+      this.#act(() => this.core.ask({ id: newId(), sessionId, ...message }));
+    }
   }
 
   #ask({ sessionId, content, pictures, after, adapter = this.composer.adapter }) {
@@ -345,7 +356,10 @@ export class App {
 
   async #remove(id) {
     const title = this.index.get(id)?.title || 'New chat';
-    if (await this.#tell(this.api.remove(id)) === undefined) return;
+    this.#removing.add(id);
+    const removed = await this.#tell(this.api.remove(id));
+    this.#removing.delete(id);
+    if (removed === undefined) return;
     const wasOpen = this.#forget(id);
     toast(`“${title}” deleted.`, { label: 'Undo', ms: UNDO_MS, act: () => this.#restore(id, wasOpen) });
     this.announcer.say('Conversation deleted. Undo is available for ten seconds.');
@@ -413,16 +427,19 @@ export class App {
     if (isAnother) return this.#startAnew();
     this.banner.update();
     this.#showState();
-    document.body.classList.toggle('locked', phase === 'locked');
+    // It stays hidden until it is known who has come, whatever key is tried.
+    if (phase === 'locked' || phase === 'ready' || this.core.lastOwner === null) document.body.classList.toggle('locked', phase === 'locked');
     if (phase === 'locked') document.title = NAME;
     if (this.core.phase === 'offline') this.api.abandon();
     if (phase === 'starting' && !this.#lists) this.#list(true); // it is there before the engine is
     if (this.core.phase === 'ready') {
       this.#keyAsked = false;
+      byId('key')?.closest('dialog').close();
       writePerson(this.core.user?.owner);
       this.api.resume();
       this.#list(true);
       this.#showShared();
+      this.#sendQueued();
     } else if (this.core.phase === 'locked' && !this.#keyAsked) {
       this.#unlock();
     }
@@ -435,12 +452,33 @@ export class App {
     reload();
   }
 
+  /** Somebody has signed in or out in another window. */
+  async #followPerson(owner) {
+    const { lastOwner } = this.core;
+    if (lastOwner === null) this.#lookAgain();
+    else if (owner !== lastOwner) (await import('./sheet/leave.js')).reload();
+  }
+
+  /** Somebody comes back to this window, and may have signed in without a key in another one. */
+  #lookAgain() {
+    if (!document.hidden && this.core.phase === 'locked' && !this.core.apiKey) this.connection.connect();
+  }
+
+  /** Uses the key that was entered in another window. */
+  #takeKey(key) {
+    this.core.apiKey = key;
+    const asked = byId('key')?.closest('dialog');
+    if (asked && key) asked.close(key);
+    else this.connection.connect(); // also where all is well: it may be another person's
+  }
+
   async #unlock() {
     this.#keyAsked = true;
     const { askKey } = await import('./key.js');
-    const key = await askKey(Boolean(this.core.apiKey), this.core.user !== null && !this.core.apiKey);
+    const { apiKey, user } = this.core;
+    const key = await askKey(apiKey ? user ? 'withdrawn' : 'wrong' : user ? 'ended' : undefined);
     if (!key) return;
-    this.core.apiKey = key;
+    Object.assign(this.core, { apiKey: key, user: null });
     writeKey(key);
     this.#keyAsked = false;
     this.connection.connect();
@@ -485,6 +523,7 @@ export class App {
   #onTurn(turn) {
     this.rail.mark();
     document.dispatchEvent(new CustomEvent('answering', { detail: turn }));
+    if (!isLive(turn)) this.#sendQueued();
     if (turn.sessionId !== this.core.current) return;
     this.transcript.update(turn);
     if (!isLive(turn)) this.announcer.follow(turn, true);
@@ -514,10 +553,22 @@ export class App {
 
   #onRelisted({ sessionId, session }) {
     const isShown = session?.is_pinned || session?.origin === 'chat' || readCalls();
+    if (!session && !this.#removing.has(sessionId)) this.#leaveDeleted(sessionId);
     if (session && isShown) this.index.put(session);
     else this.index.remove(sessionId);
     this.#showTitle();
     this.rail.draw();
+  }
+
+  /** A conversation was deleted elsewhere: what it is not told any more becomes a draft. */
+  #leaveDeleted(sessionId) {
+    const unsent = this.core.sessions.get(sessionId)?.turns.filter(({ request }) => request) ?? [];
+    this.core.forget(sessionId);
+    if (sessionId === this.core.current) {
+      this.#act(() => this.core.open(null));
+      this.#onGone(sessionId);
+    }
+    unsent.forEach((turn) => this.#onHomeless(turn));
   }
 
   /** The server refused something that is no message; if it was to open a conversation, that can be tried again. */

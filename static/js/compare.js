@@ -4,6 +4,7 @@ import { AnswerView } from './answer.js';
 import { ask, dialogWith } from './dialogs.js';
 import { h, paintDot } from './dom.js';
 import { summary } from './format.js';
+import { addStyle } from './sheet/style.js';
 import { isLive } from './turn.js';
 import { toast } from './toast.js';
 import { NOT_YET } from './versions.js';
@@ -17,6 +18,7 @@ import { NOT_YET } from './versions.js';
  * @param {(kept?: object) => void} goOn  is told which of both was kept, if one was, once another model was asked
  */
 export async function compare(turn, core, askAgain, goOn) {
+  await addStyle('static/css/compared.css');
   const { models } = core;
   const nameOf = (adapter) => adapter ?? `${models[0].id} (base)`;
   const after = core.turnBefore(turn)?.id ?? null; // later the turn may be shown no more

@@ -36,6 +36,7 @@ export class Composer {
   #isSendable = false; // what is written, once the server is ready
   #waits = false; // it was sent, and goes once the server is ready and the answer before it is finished
   #draftTimer = 0;
+  #queued = new Map(); // messages that wait in conversations that are not open
 
   /**
    * @param {HTMLFormElement} form
@@ -157,12 +158,28 @@ export class Composer {
 
   /** Changes to the draft of another session. */
   open(sessionId) {
+    if (this.#waits && this.#sessionId) {
+      this.#queued.set(this.#sessionId, { content: this.#content.trim(), pictures: this.files?.pictures, adapter: this.adapter });
+    }
     this.#sessionId = sessionId;
     this.#typedAt = -Infinity;
     const draft = readDraft(sessionId);
     this.write(draft.endsWith(this.#early) ? draft : draft + this.#early);
     this.#early = '';
     this.files?.open(sessionId);
+    this.#waits = this.#queued.delete(sessionId);
+    this.#changed();
+  }
+
+  /** Takes the messages whose time has come, as `[sessionId, message]`: they are no drafts any more. */
+  takeQueued(isDue) {
+    const due = [...this.#queued].filter(([sessionId]) => isDue(sessionId));
+    for (const [sessionId] of due) {
+      this.#queued.delete(sessionId);
+      writeDraft(sessionId, '');
+      this.files?.drop(sessionId);
+    }
+    return due;
   }
 
   /** Replaces the text, as if it had been typed. */

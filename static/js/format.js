@@ -24,9 +24,9 @@ export function rate(tpotMs) {
 }
 
 /** The grey line under an answer. What was reused stands in the details behind it. */
-export function summary({ adapter, timings }) {
+export function summary({ adapter, timings, reasoning }) {
   if (!timings) return adapter ?? '';
-  const first = timings.ttft_ms == null ? '' : `first word ${duration(timings.ttft_ms)}`;
+  const first = timings.ttft_ms == null ? '' : `first ${reasoning ? 'thought' : 'word'} ${duration(timings.ttft_ms)}`;
   return [adapter, first, rate(timings.tpot_ms)].filter(Boolean).join(' · ');
 }
 

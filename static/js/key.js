@@ -13,23 +13,23 @@ async function canSignIn() {
   }
 }
 
-function noteOf(wasWrong, hasEnded) {
-  if (hasEnded) return 'Sign in again and reload this page, or enter an API key. What you have written is kept.';
-  if (wasWrong) return 'The server did not accept that key. Please check it and try again.';
-  return 'Enter the API key that you were given. It is kept in this browser only.';
-}
+const NOTES = {
+  wrong: 'The server did not accept that key. Please check it and try again.',
+  withdrawn: 'Your key is not accepted any more. Enter another one. What you have written is kept.',
+  ended: 'Sign in again in another window, or enter an API key. What you have written is kept.',
+};
 
 /**
  * Asks for an API key until one is given.
  *
- * @param {boolean} wasWrong  one was tried and refused
- * @param {boolean} [hasEnded]  a sign-in without a key has
+ * @param {'wrong'|'withdrawn'|'ended'} [why]  one was refused, or was good until now; a sign-in without a key has ended
  * @returns {Promise<string>} the key; empty when the dialog was dismissed
  */
-export async function askKey(wasWrong, hasEnded = false) {
+export async function askKey(why) {
   const input = h('input', { type: 'password', id: 'key', autocomplete: 'current-password', required: true,
     spellcheck: false, 'aria-describedby': 'key-note' });
-  const dialog = dialogWith(hasEnded ? 'You are signed out' : 'This server asks for a key', h('p', { id: 'key-note' }, noteOf(wasWrong, hasEnded)),
+  const dialog = dialogWith(why === 'ended' ? 'You are signed out' : 'This server asks for a key',
+    h('p', { id: 'key-note' }, NOTES[why] ?? 'Enter the API key that you were given. It is kept in this browser only.'),
     h('form', { method: 'dialog', on: { submit: (event) => {
       event.preventDefault();
       dialog.close(input.value.trim());

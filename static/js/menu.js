@@ -46,11 +46,11 @@ export function openMenu(button, entries) {
   return closed.promise;
 }
 
-/** Below the button if there is room, else above; always inside the window. */
+/** Below the button if there is room, else above; always inside the window, over the button if it must be. */
 function place(menu, button) {
   const box = button.getBoundingClientRect();
   const below = box.bottom + GAP_PX;
   const fits = below + menu.offsetHeight <= innerHeight;
-  menu.style.top = `${fits ? below : box.top - GAP_PX - menu.offsetHeight}px`;
+  menu.style.top = `${fits ? below : Math.max(GAP_PX, box.top - GAP_PX - menu.offsetHeight)}px`;
   menu.style.left = `${Math.max(GAP_PX, Math.min(box.right - menu.offsetWidth, innerWidth - menu.offsetWidth - GAP_PX))}px`;
 }

@@ -26,7 +26,7 @@ export class Rail {
   #timer = 0;
   #searches = 0;
   #renaming = null;
-  #numMenus = 0; // open ones
+  #numHolds = 0; // open menus, and a pressed pointer
   #isStale = false; // it is to be drawn anew
   #closed = new Set(); // folders
 
@@ -42,13 +42,14 @@ export class Rail {
     document.addEventListener('visibilitychange', () => this.draw()); // the day may be another one by now
     search.addEventListener('input', () => this.#searchSoon());
     search.addEventListener('keydown', (event) => this.#onSearchKey(event));
+    list.addEventListener('pointerdown', () => this.#hold(pressed()));
     list.addEventListener('keydown', (event) => this.#onArrow(event));
     list.addEventListener('focusin', ({ target }) => this.#stopAt(target.closest('.session')));
   }
 
-  /** Draws everything anew, except while a title is being typed or a menu is open. */
+  /** Draws everything anew, except while a title is being typed, a menu is open or a row is pressed, which would miss its click. */
   draw() {
-    this.#isStale = Boolean(this.#renaming || this.#numMenus);
+    this.#isStale = Boolean(this.#renaming || this.#numHolds);
     if (this.#isStale) return;
     const { sessions, hasMore } = this.state();
     const focused = this.#focusedRow();
@@ -153,24 +154,28 @@ export class Rail {
     row.querySelector('.warm-note').hidden = !isWarm(id);
   }
 
-  /** The list stays as it is meanwhile: the menu lies beside the row that it is for. */
-  async #menu(session, button) {
-    this.#numMenus += 1;
+  /** The list stays as it is until something is over. */
+  async #hold(work) {
+    this.#numHolds += 1;
     try {
-      const { openMenu } = await import('./menu.js');
-      await openMenu(button, [
-        session.is_pinned ? ['Unpin', () => this.actions.pin(session.id, false)] : ['Pin', () => this.actions.pin(session.id, true)],
-        ['Rename', () => this.rename(session.id)],
-        ['Export as Markdown', () => this.actions.save(session.id, 'markdown')],
-        ['Export as JSON', () => this.actions.save(session.id, 'json')],
-        ['Move to a folder', () => this.actions.file(session)],
-        ['Share with the team', () => this.actions.share(session.id)],
-        ['Delete', () => this.actions.remove(session.id), 'danger'],
-      ]);
+      await work;
     } finally {
-      this.#numMenus -= 1;
+      this.#numHolds -= 1;
       if (this.#isStale) this.draw();
     }
+  }
+
+  /** The menu lies beside the row that it is for, so that stays where it is. */
+  #menu(session, button) {
+    return this.#hold(import('./menu.js').then(({ openMenu }) => openMenu(button, [
+      session.is_pinned ? ['Unpin', () => this.actions.pin(session.id, false)] : ['Pin', () => this.actions.pin(session.id, true)],
+      ['Rename', () => this.rename(session.id)],
+      ['Export as Markdown', () => this.actions.save(session.id, 'markdown')],
+      ['Export as JSON', () => this.actions.save(session.id, 'json')],
+      ['Move to a folder', () => this.actions.file(session)],
+      ['Share with the team', () => this.actions.share(session.id)],
+      ['Delete', () => this.actions.remove(session.id), 'danger'],
+    ])));
   }
 
   /** Turns a title into a text field. */
@@ -232,6 +237,11 @@ export class Rail {
     return { id: [...this.#rows.keys()][at], at, part: document.activeElement.matches('button') ? '.icon-button' : '.session' };
   }
 }
+
+/** Resolves once the pointer is up and its click has come. */
+const pressed = () => new Promise((resolve) => {
+  for (const type of ['pointerup', 'pointercancel']) addEventListener(type, () => setTimeout(resolve), { once: true });
+});
 
 /** The row of a conversation that cannot be drawn: the others can. */
 const unusable = ({ title }) => h('li', { class: 'session-row' }, h('span', { class: 'session' }, title || UNTITLED));

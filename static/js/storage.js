@@ -43,6 +43,17 @@ export const readKey = () => read(KEY);
 /** Stores the API key; an empty one is removed. */
 export const writeKey = (key) => write(KEY, key);
 
+/** Calls back when another window of this browser has stored another key, or another person's id; null: removed it. */
+export function onElsewhere(key, person) {
+  addEventListener('storage', ({ key: name, newValue }) => ({ [KEY]: key, [PERSON]: person })[name]?.(newValue));
+}
+
+/** Loads the page anew when somebody signs out in another window. */
+export function leaveWithOthers() {
+  const look = (stored) => stored || location.reload();
+  onElsewhere(look, look);
+}
+
 /** The unsent text of a session (null: of a new chat). */
 export const readDraft = (sessionId) => read(DRAFT + (sessionId ?? NEW_CHAT)) ?? '';
 

@@ -17,13 +17,13 @@ function readiness({ state, lead_ms: lead, late_ms: late }) {
   return 'for nothing';
 }
 
-function timingRows({ adapter, timings, usage, advisory, finishReason }) {
+function timingRows({ adapter, timings, reasoning, usage, advisory, finishReason }) {
   const { kv } = timings;
   const ms = (value) => (value == null ? '–' : duration(value));
   const rows = [
     ['Adapter', adapter ?? 'none (base model)'],
     ['Waited in the queue', ms(timings.queue_ms)],
-    ['First word after', ms(timings.ttft_ms)],
+    [`First ${reasoning ? 'thought' : 'word'} after`, ms(timings.ttft_ms)],
     ['Per token after that', ms(timings.tpot_ms)],
     ['In all', ms(timings.e2e_ms)],
     ['Ended by', { stop: 'the model', length: 'the length limit', stopped: 'you' }[finishReason]],

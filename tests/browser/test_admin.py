@@ -214,21 +214,62 @@ def test_a_link_signs_a_browser_in_until_it_signs_out(
     expect(page.get_by_role("button", name="Sign in")).to_be_hidden()
 
 
+def test_all_windows_of_a_browser_follow_when_one_signs_out_or_in(
+    open_page: Any, site: Site, stage: Stage, page_watch: Any
+) -> None:
+    """What one person has on the screen and writes there never stands beside another's."""
+    page_watch.forgive()
+    first = open_page()
+    second = first.context.new_page()
+    for page in (first, second):
+        page.goto(site.url)
+    asked = [page.get_by_label("API key") for page in (first, second)]
+    question = second.get_by_role("textbox", name="Message", exact=True)
+    expect(asked[1]).to_be_visible()
+    asked[0].fill(stage.keys["bob"])
+    first.keyboard.press("Enter")
+    expect(asked[1]).to_be_hidden()
+    question.fill("Words of bob")
+    second.keyboard.press("Enter")
+    expect(second.locator("article.turn").last).to_have_attribute("data-status", "done")
+    question.fill("A thought of bob")
+    first.get_by_role("button", name="Settings").click()
+    first.get_by_role("button", name="Sign out").click()
+    expect(asked[1]).to_be_visible()
+    expect(second.locator(".bubble")).to_have_count(0)
+    asked[1].fill(stage.keys["ada"])
+    second.keyboard.press("Enter")
+    for page in (first, second):
+        expect(page.get_by_text("Your conversations will be kept here.")).to_be_visible()
+    expect(question).to_have_value("")
+    people, room = (first.context.new_page() for _ in range(2))
+    people.goto(f"{site.url}/admin")
+    room.goto(f"{site.url}/engine")
+    expect(people.get_by_role("rowheader", name="bob")).to_be_visible()
+    expect(room.get_by_text("live", exact=True)).to_be_visible()
+    first.get_by_role("button", name="Settings").click()
+    first.get_by_role("button", name="Sign out").click()
+    for page in (second, people, room):
+        expect(page.get_by_label("API key")).to_be_visible()
+    expect(people.get_by_role("rowheader", name="bob")).to_have_count(0)
+
+
 def test_a_page_says_when_its_sign_in_has_lasted_its_time_and_loses_nothing(
     admin: Page, open_page: Any, stage: Stage, page_watch: Any
 ) -> None:
     page_watch.forgive()
     page = open_page()
 
-    def sign_in() -> None:
+    def sign_in(page: Any) -> None:
         admin.choose("bob", "Sign-in link")
         field = admin.page.get_by_role("dialog").get_by_label("Link")
         expect(field).to_be_visible()
         page.goto(field.input_value())
         admin.press("Done")
         page.get_by_role("button", name="Sign in").click()
+        expect(page.get_by_role("searchbox")).to_be_visible()
 
-    sign_in()
+    sign_in(page)
     question = page.get_by_role("textbox", name="Message", exact=True)
     expect(page.get_by_text("Your conversations will be kept here.")).to_be_visible()
     question.fill("Hello!")
@@ -240,9 +281,12 @@ def test_a_page_says_when_its_sign_in_has_lasted_its_time_and_loses_nothing(
     ended = page.get_by_role("dialog", name="You are signed out")
     expect(ended).to_contain_text("What you have written is kept.")
     expect(page.locator("textarea")).to_have_value("And what I was about to ask")
-    sign_in()
-    expect(page.get_by_text("Hello!").first).to_be_visible()
-    page.goto(conversation)
+    sign_in(page.context.new_page())
+    page.evaluate(
+        "document.dispatchEvent(new Event('visibilitychange'))"
+    )  # as when one comes back to the window
+    expect(ended).to_be_hidden()
+    expect(page).to_have_url(conversation)
     expect(question).to_have_value("And what I was about to ask")
     expect(page.locator("article.turn .answer")).to_have_text("Well, hello.")
 
@@ -291,3 +335,20 @@ def test_on_a_phone_what_is_done_about_a_person_is_in_sight(admin: Page, page_wa
     expect(admin.page.get_by_role("menuitem").first).to_be_focused()
     admin.page.keyboard.press("Escape")
     expect(button).to_be_focused()
+
+
+@pytest.mark.parametrize(("width", "height"), [(320, 640), (844, 390)])
+def test_what_an_operator_is_asked_and_shown_fits_a_small_screen(
+    admin: Page, page_watch: Any, width: int, height: int
+) -> None:
+    page_watch.forgive()
+    page = admin.page
+    page.set_viewport_size({"width": width, "height": height})
+    page.get_by_role("button", name="Manage bob").click()
+    expect(page.get_by_role("menuitem").first).to_be_in_viewport(ratio=1)
+    page.get_by_role("menuitem", name="Erase").scroll_into_view_if_needed()
+    expect(page.get_by_role("menuitem", name="Erase")).to_be_in_viewport(ratio=1)
+    page.get_by_role("menuitem", name="Sign-in link").click()
+    for name in ("Copy", "Done"):
+        expect(page.get_by_role("dialog").get_by_role("button", name=name)).to_be_in_viewport(ratio=1)
+    assert page.get_by_role("dialog").evaluate("dialog => dialog.scrollWidth - dialog.clientWidth") == 0

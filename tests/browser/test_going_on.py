@@ -132,6 +132,34 @@ def test_enter_during_an_answer_queues_the_message(wired, stage) -> None:
     assert [frame["content"] for frame in line.messages] == ["One?", "Two??"]
 
 
+def test_a_queued_message_goes_also_while_another_conversation_is_open(visit, stage) -> None:
+    """It waits where one comes back before; what is written elsewhere meanwhile stays there."""
+    chat = visit()
+    page = chat.page
+    note = page.get_by_text("Queued until this answer")
+    new = page.get_by_role("button", name="New chat", exact=True)
+    with stage.by_hand() as next_answer:
+        chat.start("One?")
+        first = next_answer()
+        session = page.locator(f".session[href='#/s/{chat.session_id}']")
+        chat.send("Two?")
+        expect(note).to_be_visible()
+        new.click()
+        expect(note).to_be_hidden()
+        session.click()
+        expect(chat.question).to_have_value("Two?")
+        expect(note).to_be_visible()
+        new.click()
+        chat.question.fill("A draft of a new chat")
+        first.finish("First.")
+        next_answer().finish("Second.")
+        expect(chat.question).to_have_value("A draft of a new chat")
+        session.click()
+        expect(chat.answers).to_have_text(["First.", "Second."])
+        expect(chat.question).to_have_value("")
+    expect(page.locator(".bubble")).to_have_text(["One?", "Two?"])
+
+
 def test_an_unfinished_edit_is_there_when_one_comes_back(chat) -> None:
     chat.ask("One?")
     first = chat.session_id

@@ -186,8 +186,11 @@ def test_a_message_that_waits_for_its_document_sends_no_other_conversation_s_dra
     page_of_it = {"name": "page.html", "mimeType": "text/html", "buffer": b"<p>some text</p>"}
     chat.page.locator("#file").set_input_files([page_of_it])
     wait_for(chat.page, lambda: documents)
+    chip = chat.page.locator(".file")
+    expect(chip).to_have_text("Reading page.html")
     chat.send("What does it say?")
     pick(chat, other)
+    expect(chip).to_have_count(0)
     with chat.page.expect_response("**/api/documents"):
         documents[0].continue_()
     pick(chat, this)
@@ -329,6 +332,20 @@ def test_the_focus_stays_in_the_list_when_a_conversation_is_deleted(chat) -> Non
     chat.page.get_by_role("menuitem", name="Delete").click()
     expect(rows).to_have_count(num - 2)
     assert chat.page.evaluate("document.activeElement.closest('.session-row') !== null")
+
+
+def test_a_click_counts_though_the_list_changes_while_the_button_is_down(chat, visit) -> None:
+    chat.ask("The pressed one.")
+    chat.begin()
+    listed: list = []
+    chat.line.on_frame = lambda frame: listed.append(frame["type"]) or frame
+    chat.row("The pressed one.").hover()
+    chat.page.mouse.down()
+    visit().ask("From the side.")
+    wait_for(chat.page, lambda: "listed" in listed)
+    chat.page.mouse.up()
+    expect(chat.page.locator(".bubble")).to_have_text(["The pressed one."])
+    expect(chat.row("From the side.")).to_have_count(1)
 
 
 def test_what_is_typed_before_the_page_s_script_is_there_stays(chat, held) -> None:

@@ -151,7 +151,9 @@ def test_an_answer_that_was_cut_goes_on_and_a_full_context_is_said(scripted, sta
         expect(page.locator(".fullness")).to_have_text("100% full")
         large = {"name": "big.txt", "mimeType": "text/plain", "buffer": b"word " * 40}
         page.locator("#file").set_input_files([large])
-        expect(page.locator(".toast")).to_contain_text("big.txt has about 50 tokens, and the model reads 5.")
+        expect(page.locator(".toast")).to_contain_text("big.txt has about 50 tokens, the model reads 5.")
+        page.locator("#file").set_input_files([large | {"name": "rather.txt", "buffer": b"word " * 6}])
+        expect(page.locator(".file")).to_contain_text("about 8 tokens, the model reads 5")
     finally:
         node.max_model_len = usual
 
@@ -161,6 +163,7 @@ def test_who_opens_the_reasoning_stays_at_its_beginning(scripted) -> None:
     answer.think("Let me see. " * 600)
     answer.finish("It is so.")
     chat.wait_done()
+    expect(chat.page.locator(".timings summary")).to_contain_text("first thought")
     summary = chat.page.locator(".reasoning summary")
     before = summary.bounding_box()["y"]
     summary.click()

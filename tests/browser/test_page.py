@@ -139,8 +139,19 @@ def test_a_second_page_follows_what_is_asked_on_the_first_and_done_to_the_list(c
     chat.page.keyboard.press("Enter")
     expect(other.row("Named anew")).to_have_count(1)
     expect(other.page.locator("#title")).to_have_text("Named anew")
+    other.question.fill("A thought that goes on")
     chat.row("Named anew").locator(".session").press("Delete")
     expect(other.row("Named anew")).to_have_count(0)
+    expect(other.turns).to_have_count(0)
+    expect(other.page.locator(".toast")).to_contain_text("does not exist any more")
+    expect(other.question).to_have_value("")
+    chat.page.get_by_role("button", name="Undo").click()
+    expect(chat.turns).to_have_count(3)
+    other.row("Named anew").locator(".session").click()
+    expect(other.turns).to_have_count(3)
+    expect(other.question).to_have_value("A thought that goes on")
+    chat.row("Named anew").locator(".session").press("Delete")
+    expect(other.turns).to_have_count(0)
 
 
 def test_a_conversation_is_exported_and_imported(chat, tmp_path, page_watch) -> None:
@@ -664,12 +675,18 @@ def test_a_wrong_key_a_new_one_and_one_that_is_withdrawn(open_page, stage, page_
     page.get_by_role("button", name="Compare with another model").click()
     expect(page.get_by_role("dialog", name="Two answers")).to_be_visible()
     stage.write_keys("bob")
-    expect(page.get_by_role("dialog", name="This server asks for a key")).to_contain_text("did not accept")
+    dialog = page.get_by_role("dialog", name="This server asks for a key")
+    expect(dialog).to_contain_text("not accepted any more")
     shown = (".bubble", ".session", "#question", "#search", ".file", "dialog .answer")
     for part in shown:
         expect(page.locator(part).first).to_be_hidden()
     assert page.title() == "Overture"
+    stage.line.freeze("down")
     enter(stage.keys["bob"])
+    expect(page.get_by_label("API key")).to_have_count(0)
+    for part in shown:
+        expect(page.locator(part).first).to_be_hidden()
+    stage.line.thaw()
     expect(page.get_by_text("Your conversations will be kept here.")).to_be_visible()
     expect(page.locator(".bubble")).to_have_count(0)
     expect(page.locator(f".session[href='#/s/{session}']")).to_have_count(0)

@@ -4,7 +4,7 @@ import { Api } from '../api.js';
 import { h } from '../dom.js';
 import { askKey } from '../key.js';
 import { openMenu } from '../menu.js';
-import { readKey, writeKey } from '../storage.js';
+import { leaveWithOthers, readKey, writeKey } from '../storage.js';
 import { toast } from '../toast.js';
 import * as questions from './questions.js';
 import * as views from './views.js';
@@ -20,6 +20,7 @@ export class Admin {
 
   constructor() {
     this.api = new Api(() => this.#key);
+    leaveWithOthers();
     byId('add').addEventListener('click', () => this.#add());
     byId('of').addEventListener('change', () => this.#showUsage());
   }
@@ -55,7 +56,7 @@ export class Admin {
 
   async #onProblem(error) {
     if (error.status === 401) {
-      const key = await askKey(Boolean(this.#key));
+      const key = await askKey(this.#key ? 'wrong' : undefined);
       if (key) {
         this.#key = key;
         writeKey(key);
@@ -73,7 +74,7 @@ export class Admin {
   }
 
   async #useAnother() {
-    const key = await askKey(false);
+    const key = await askKey();
     if (!key) return;
     this.#key = key;
     writeKey(key);

@@ -6,7 +6,7 @@ import { askKey } from '../key.js';
 import { contained, h, morph } from '../dom.js';
 import { Connection } from '../socket.js';
 import { StatusBanner } from '../status.js';
-import { readKey, writeKey } from '../storage.js';
+import { leaveWithOthers, readKey, writeKey } from '../storage.js';
 import { RoomCore } from './core.js';
 import * as views from './views.js';
 
@@ -24,6 +24,7 @@ export class Room {
     this.core = new RoomCore();
     this.core.apiKey = readKey();
     this.core.isLooking = !document.hidden;
+    leaveWithOthers();
     this.api = new Api(() => this.core.apiKey);
     this.connection = new Connection(this.core, socketUrl(), () => this.#flush());
     this.banner = new StatusBanner(byId('banner'), this.core, {
@@ -68,7 +69,7 @@ export class Room {
 
   async #unlock() {
     this.#keyAsked = true;
-    const key = await askKey(Boolean(this.core.apiKey));
+    const key = await askKey(this.core.apiKey ? 'wrong' : undefined);
     if (!key) return;
     this.core.apiKey = key;
     writeKey(key);

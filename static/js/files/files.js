@@ -15,7 +15,7 @@ const UTF_16 = { 255: ['utf-16le', 254], 254: ['utf-16be', 255] }; // first byte
 export class Files {
   #bySession = new Map();
   #sessionId;
-  #reading = ''; // the name of a document
+  #reading = null; // a document's name and conversation
 
   /**
    * @param {HTMLElement} box  where the chips go, first
@@ -66,7 +66,7 @@ export class Files {
       try {
         const before = () => this.#bySession.get(sessionId) ?? [];
         const name = file.name === PASTED ? unused(before()) : file.name;
-        const read = isPicture(file) ? await this.#store(file, before()) : await this.#read(file, name);
+        const read = isPicture(file) ? await this.#store(file, before()) : await this.#read(file, name, sessionId);
         const added = { name, size: file.size, ...read };
         this.#bySession.set(sessionId, [...before().filter((other) => !isReplacedBy(other, added)), added]);
       } catch (error) {
@@ -94,44 +94,45 @@ export class Files {
     }
   }
 
-  async #read(file, name) {
+  async #read(file, name, sessionId) {
     const { documentType, documentOf } = await import('./documents.js');
-    const most = this.composer.maxBytes();
+    const mostBytes = this.composer.maxBytes();
     if (documentType(file.name, true)) refuseAbove(this.composer.maxDocumentBytes(), file, file.size, 'a document');
-    else refuseAbove(most, file, file.size);
+    else refuseAbove(mostBytes, file, file.size);
     const bytes = new Uint8Array(await file.arrayBuffer().catch(() => {
       throw new Error(`${file.name} could not be read.`); // a folder, or a file that is gone
     }));
     const text = decoded(bytes);
     const type = documentType(file.name, text === null);
-    const found = type ? await this.#asDocument(file, type, documentOf) : { text };
+    const found = type ? await this.#asDocument(file, type, documentOf, sessionId) : { text };
     if (found.text === null) throw new Error(`${file.name} is not a file of text, nor a document that can be read: PDF, DOCX, XLSX, HTML and CSV can.`);
     if (!found.text.trim()) throw new Error(`${file.name} is empty.`);
     const numTokens = Math.round(found.text.length / CHARS_PER_TOKEN);
-    if (numTokens > SURELY * this.composer.maxTokens()) {
-      throw new Error(`${file.name} has about ${count(numTokens)} tokens, and the model reads ${count(this.composer.maxTokens())}.`);
-    }
-    refuseAbove(most, file, new Blob([found.text]).size);
-    return { written: `${written(name, found.text)}\n\n`, text: found.text, about: [found.pages, `about ${count(numTokens)} tokens`].filter(Boolean).join(' · ') };
+    const most = this.composer.maxTokens();
+    const about = `about ${count(numTokens)} token${numTokens === 1 ? '' : 's'}${numTokens > most ? `, the model reads ${count(most)}` : ''}`;
+    if (numTokens > SURELY * most) throw new Error(`${file.name} has ${about}.`);
+    refuseAbove(mostBytes, file, new Blob([found.text]).size);
+    return { written: `${written(name, found.text)}\n\n`, text: found.text, about: [found.pages, about].filter(Boolean).join(' · ') };
   }
 
-  async #asDocument(file, type, documentOf) {
-    this.#reading = file.name;
+  async #asDocument(file, type, documentOf, sessionId) {
+    this.#reading = { name: file.name, sessionId };
     this.#draw();
     try {
       return await documentOf(file, type, this.composer.readDocument);
     } finally {
-      this.#reading = '';
+      this.#reading = null;
     }
   }
 
   #draw() {
     const files = this.#files;
-    this.list.hidden = files.length === 0 && !this.#reading;
+    const read = this.#reading?.sessionId === this.#sessionId && this.#reading;
+    this.list.hidden = files.length === 0 && !read;
     this.list.replaceChildren(...files.map((file) => h('li', { class: 'file' },
       file.url && h('img', { src: file.url, alt: '', class: 'file-picture' }), nameOf(file),
       h('span', { class: 'file-size' }, file.about ?? size(file.size)), iconButton('close', `Remove ${file.name}`, () => this.#remove(file)))));
-    if (this.#reading) this.list.append(h('li', { class: 'file is-read' }, h('span', { class: 'file-name' }, `Reading ${this.#reading}`)));
+    if (read) this.list.append(h('li', { class: 'file is-read' }, h('span', { class: 'file-name' }, `Reading ${read.name}`)));
     this.composer.changed();
   }
 

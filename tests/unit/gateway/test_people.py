@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import secrets
+import signal
 import stat
 import subprocess
 import sys
@@ -354,6 +355,27 @@ def test_the_last_operator_is_shut_out_only_if_that_is_said(
     assert ring(tmp_path).authenticate(new).is_operator
 
 
+async def test_an_export_that_is_killed_leaves_no_file_that_looks_whole(tmp_path: Path) -> None:
+    owner = "k_" + "a" * 32
+    await fill(tmp_path, owner, "k_" + "b" * 32)
+    # While it is open all files are there, and the export makes no other.
+    store = await SessionStore.open(tmp_path / "sessions.sqlite3")
+    code = (
+        "import resource, signal, sys\nfrom pathlib import Path\nfrom gateway.people.estate import export_to\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_DFL)\nresource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+        f"export_to(Path('ada.zip'), Path('.'), {owner!r}, 'ada')"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+
+    def killed() -> list[str]:
+        ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environ, timeout=60)
+        assert ended.returncode == -signal.SIGXFSZ
+        return [path.suffix for path in tmp_path.glob("ada.zip*")]
+
+    assert killed() == [".part"]
+    await store.close()
+
+
 async def test_a_person_is_exported_and_erased(tmp_path: Path) -> None:
     """In processes of their own, because a store that is opened here holds its lock for this process only."""
     owners = ["k_" + "a" * 32, "k_" + "b" * 32]
@@ -388,6 +410,8 @@ async def test_a_person_is_exported_and_erased(tmp_path: Path) -> None:
         turns = read_archive(json.loads(archive.read(conversation))).turns
         assert [turn.answer for turn in turns] == ["re: one", "re: two", "hi"]
     assert stat.S_IMODE((tmp_path / "ada.zip").stat().st_mode) == 0o600
+    again = command("users", "export", "ada", "--to", "ada.zip")
+    assert again.returncode == 2 and "ada.zip cannot be made: File exists" in again.stderr
     refused = command("users", "delete", "ada", "--yes")
     assert refused.returncode == 2 and "OVERTURE_API_KEY=KEY overture users delete ada" in refused.stderr
     assert (tmp_path / "keys").read_text().splitlines() == lines
