@@ -11,7 +11,7 @@ from aiohttp import web
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from gateway.access.auth import tenant_of
-from gateway.doors.http.bodies import _struct_body, in_place, json_reply
+from gateway.doors.http.bodies import in_place, json_reply, struct_body
 from gateway.doors.pages.serving import manifest, page, sandbox, static_file
 from gateway.doors.rest.health import healthz, metrics, readyz
 from gateway.doors.rest.shelf import SHELF
@@ -74,7 +74,7 @@ async def create_session(request: web.Request) -> web.Response:
     """Handle `POST /api/sessions`."""
     services = request.app[SERVICES]
     owner = services.admit(request).owner
-    body = await _struct_body(request, CreateSession)
+    body = await struct_body(request, CreateSession)
     adapter = services.turns.known_adapter(body.adapter) if body.adapter else None
     session = await services.store.create_session(
         owner, title=body.title, adapter=adapter or None, settings=body.settings, now=time.time()
@@ -94,7 +94,7 @@ async def patch_session(request: web.Request) -> web.Response:
     """Handle `PATCH /api/sessions/{id}`: change the fields that the body names."""
     services = request.app[SERVICES]
     owner = services.admit(request).owner
-    body = await _struct_body(request, PatchSession)
+    body = await struct_body(request, PatchSession)
     session_id = request.match_info["id"]
     summary = await services.store.patch(
         owner,
@@ -121,7 +121,7 @@ async def choose_version(request: web.Request) -> web.Response:
     """
     services = request.app[SERVICES]
     owner = services.admit(request).owner
-    body = await _struct_body(request, ChooseVersion)
+    body = await struct_body(request, ChooseVersion)
     session_id = request.match_info["id"]
     session = await services.store.choose_version(owner, session_id, body.turn_id)
     services.advisories.end_session(owner, session_id)
