@@ -75,17 +75,13 @@ async def is_sleeping(request: web.Request) -> web.Response:
     return json_reply(IsSleeping(is_sleeping=services.node.progress.state == "asleep"))
 
 
-def add_routes(app: web.Application) -> None:
-    """Add the routes that clients of `vllm serve` expect."""
-    app.add_routes(
-        [
-            web.get("/health", readyz),
-            web.get("/ping", readyz),
-            web.post("/ping", readyz),
-            web.get("/version", show_version),
-            web.get("/load", load),
-            web.post("/sleep", sleep),
-            web.post("/wake_up", wake_up),
-            web.get("/is_sleeping", is_sleeping),
-        ]
-    )
+ROUTES = (
+    web.get("/health", readyz),
+    web.get("/ping", readyz),
+    web.post("/ping", readyz),
+    web.get("/version", show_version),
+    web.get("/load", load),
+    web.post("/sleep", sleep),
+    web.post("/wake_up", wake_up),
+    web.get("/is_sleeping", is_sleeping),
+)

@@ -40,12 +40,8 @@ async def delete(request: web.Request) -> web.Response:
     return web.Response(status=204)
 
 
-def add_routes(app: web.Application) -> None:
-    """Adds the routes that create, read and delete advisory requests."""
-    app.add_routes(
-        [
-            web.post("/v1/advisories", create),
-            web.get("/v1/advisories/{id}", read),
-            web.delete("/v1/advisories/{id}", delete),
-        ]
-    )
+ROUTES = (
+    web.post("/v1/advisories", create),
+    web.get("/v1/advisories/{id}", read),
+    web.delete("/v1/advisories/{id}", delete),
+)

@@ -47,12 +47,8 @@ async def delete(request: web.Request) -> web.Response:
     return web.Response(status=204)
 
 
-def add_routes(app: web.Application) -> None:
-    """Add the routes that create, read and take back hints of KV."""
-    app.add_routes(
-        [
-            web.post("/v1/kv_hints", create),
-            web.get("/v1/kv_hints/{id}", read),
-            web.delete("/v1/kv_hints/{id}", delete),
-        ]
-    )
+ROUTES = (
+    web.post("/v1/kv_hints", create),
+    web.get("/v1/kv_hints/{id}", read),
+    web.delete("/v1/kv_hints/{id}", delete),
+)

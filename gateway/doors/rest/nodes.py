@@ -68,13 +68,9 @@ async def _change(request: web.Request) -> NodeChange:
     return change
 
 
-def add_routes(app: web.Application) -> None:
-    """Adds the routes that list, drain, restart and reopen nodes."""
-    app.add_routes(
-        [
-            web.get("/v1/nodes", list_nodes),
-            web.post("/v1/nodes/{id}/drain", drain),
-            web.post("/v1/nodes/{id}/restart", restart),
-            web.post("/v1/nodes/{id}/reopen", reopen),
-        ]
-    )
+ROUTES = (
+    web.get("/v1/nodes", list_nodes),
+    web.post("/v1/nodes/{id}/drain", drain),
+    web.post("/v1/nodes/{id}/restart", restart),
+    web.post("/v1/nodes/{id}/reopen", reopen),
+)

@@ -376,19 +376,15 @@ def _note(
     request.app[SERVICES].audit.note(entry)
 
 
-def add_routes(app: web.Application) -> None:
-    """Add the routes of people."""
-    app.add_routes(
-        [
-            web.get("/v1/admin/people", list_people),
-            web.post("/v1/admin/people", add_person),
-            web.patch("/v1/admin/people/{id}", patch_person),
-            web.delete("/v1/admin/people/{id}", delete_person),
-            web.get("/v1/admin/people/{id}/export", export_person),
-            web.post("/v1/admin/people/{id}/keys", add_key),
-            web.post("/v1/admin/people/{id}/sign-in-link", make_link),
-            web.delete("/v1/admin/people/{id}/sign-ins", end_sign_ins),
-            web.post("/v1/admin/people/{id}/keys/{key}/replace", replace_key),
-            web.delete("/v1/admin/people/{id}/keys/{key}", revoke_key),
-        ]
-    )
+ROUTES = (
+    web.get("/v1/admin/people", list_people),
+    web.post("/v1/admin/people", add_person),
+    web.patch("/v1/admin/people/{id}", patch_person),
+    web.delete("/v1/admin/people/{id}", delete_person),
+    web.get("/v1/admin/people/{id}/export", export_person),
+    web.post("/v1/admin/people/{id}/keys", add_key),
+    web.post("/v1/admin/people/{id}/sign-in-link", make_link),
+    web.delete("/v1/admin/people/{id}/sign-ins", end_sign_ins),
+    web.post("/v1/admin/people/{id}/keys/{key}/replace", replace_key),
+    web.delete("/v1/admin/people/{id}/keys/{key}", revoke_key),
+)

@@ -185,27 +185,23 @@ def _int_query(request: web.Request, name: str, default: int) -> int:
 # -- the page --------------------------------------------------------------------------------------------------------
 
 
-def add_routes(app: web.Application) -> None:
-    """Add the routes of sessions and models, and the pages."""
-    app.add_routes(
-        [
-            web.get("/", page("index.html")),
-            web.get("/engine", page("engine.html")),
-            web.get("/admin", page("admin.html")),
-            web.get("/manifest.webmanifest", manifest),
-            web.get("/sandbox", sandbox),
-            web.get("/static/{path:.+}", static_file),
-            web.get("/api/sessions", in_place(list_sessions)),
-            web.post("/api/sessions", in_place(create_session)),
-            web.get("/api/sessions/{id}", in_place(read_session)),
-            web.patch("/api/sessions/{id}", in_place(patch_session)),
-            web.delete("/api/sessions/{id}", in_place(delete_session)),
-            web.post("/api/sessions/{id}/restore", in_place(restore_session)),
-            web.post("/api/sessions/{id}/choose", in_place(choose_version)),
-            web.delete("/api/sessions/{id}/turns/{turn_id}", in_place(discard_turn)),
-            web.get("/api/models", list_models),
-            web.get("/healthz", healthz),
-            web.get("/readyz", readyz),
-            web.get("/metrics", metrics),
-        ]
-    )
+ROUTES = (
+    web.get("/", page("index.html")),
+    web.get("/engine", page("engine.html")),
+    web.get("/admin", page("admin.html")),
+    web.get("/manifest.webmanifest", manifest),
+    web.get("/sandbox", sandbox),
+    web.get("/static/{path:.+}", static_file),
+    web.get("/api/sessions", in_place(list_sessions)),
+    web.post("/api/sessions", in_place(create_session)),
+    web.get("/api/sessions/{id}", in_place(read_session)),
+    web.patch("/api/sessions/{id}", in_place(patch_session)),
+    web.delete("/api/sessions/{id}", in_place(delete_session)),
+    web.post("/api/sessions/{id}/restore", in_place(restore_session)),
+    web.post("/api/sessions/{id}/choose", in_place(choose_version)),
+    web.delete("/api/sessions/{id}/turns/{turn_id}", in_place(discard_turn)),
+    web.get("/api/models", list_models),
+    web.get("/healthz", healthz),
+    web.get("/readyz", readyz),
+    web.get("/metrics", metrics),
+)
