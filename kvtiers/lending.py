@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvtiers.blocks import Block
+from kvtiers.io.block_read import BlockRead
 from kvtiers.io.disk_log import DiskLog
 from kvtiers.io.host_pool import HostPool, runs_of
 from kvtiers.keys import BlockKey
@@ -137,9 +138,8 @@ class Loan:
             self.num_blocks = min(self.num_blocks, wanted[at])
 
         keys = [self._keys[index] for index in wanted]
-        await self._disk.read(
-            keys, part, first_layer=band.layers.start, end_layer=band.layers.stop, on_bad=on_bad, is_use=False
-        )
+        layers = band.layers
+        await self._disk.read(BlockRead(keys, part, layers.start, layers.stop, on_bad=on_bad), is_use=False)
 
     def _chunks_of(self, band: _Band, buffer: bytearray) -> Iterator[Chunk]:
         size = self._pool.slot_bytes

@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvtiers.blocks import Block, Origin, ReadJob, Stage, StageProgress, count_while
 from kvtiers.host_tier import HostTier
+from kvtiers.io.block_read import BlockRead
 from kvtiers.io.io_thread import IoThread
-from kvtiers.io.records import Part
 from kvtiers.io.turns import ReadTurns, Turn
-from kvtiers.keys import BlockKey
 from kvtiers.policy.rates import Rate
 from kvtiers.policy.restore import (
     PEER_HALF_LIFE_S,
@@ -32,20 +31,10 @@ MIN_SAMPLE_S = 0.1
 
 
 class BlockSource(Protocol):
-    """A source of blocks. `kvtiers.io.disk_log.DiskLog.read` says what each argument promises; a block that does not come is a bad block."""
+    """A source of blocks. A block that does not come is a bad block."""
 
-    async def read(
-        self,
-        keys: Sequence[BlockKey],
-        part: Part,
-        *,
-        first_layer: int,
-        on_layer: Callable[[int], None],
-        on_bad: Callable[[int], None],
-        on_bytes: Callable[[int], None],
-        turn: Turn,
-    ) -> object:
-        """Read blocks, layer by layer. turn: is waited for before each portion that is asked for by itself."""
+    async def read(self, wanted: BlockRead, /) -> object:
+        """Read blocks, layer by layer."""
 
 
 FindPeer = Callable[[str], BlockSource | None]
@@ -179,15 +168,8 @@ class Reader:
         try:
             if job.num_users:
                 with Turn(self.turns, lambda: not job.num_asked) as turn:
-                    await source.read(
-                        [block.key for block in blocks],
-                        part,
-                        first_layer=job.first_layer,
-                        on_layer=on_layer,
-                        on_bad=on_bad,
-                        on_bytes=on_bytes,
-                        turn=turn,
-                    )
+                    keys, first = [block.key for block in blocks], job.first_layer
+                    await source.read(BlockRead(keys, part, first, None, on_layer, on_bad, on_bytes, turn))
             else:
                 job.is_stopped = True
         except Exception:

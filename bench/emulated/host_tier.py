@@ -40,6 +40,7 @@ from bench.data import MOONCAKE, are_recorded, lines_of
 from bench.emulated.core.clock import Clock
 from bench.emulated.core.virtual_io import VirtualIo
 from bench.emulated.table import Bench, Table
+from kvtiers.io.block_read import BlockRead
 from kvtiers.io.records import Record
 from kvtiers.keys import BlockKey, BlockShape
 from kvtiers.policy.eviction import NUM_BANDS, ByValue, EvictionPolicy, Lru
@@ -189,23 +190,13 @@ class MemoryDisk:
             self._keys.update(record.keys)
         return True
 
-    async def read(
-        self,
-        keys: Sequence[BlockKey],
-        part: object,
-        *,
-        first_layer: int,
-        on_layer: Callable[[int], None],
-        on_bad: object,
-        on_bytes: Callable[[int], None],
-        turn: object,
-    ) -> None:
+    async def read(self, wanted: BlockRead) -> None:
         """Give the blocks at once."""
-        self.read_keys.update(keys)
-        for layer in range(first_layer, SHAPE.num_layers):
-            self.num_read[layer] += len(keys)
-            on_bytes(len(keys) * SHAPE.layer_bytes)
-            on_layer(layer)
+        self.read_keys.update(wanted.keys)
+        for layer in range(wanted.first_layer, SHAPE.num_layers):
+            self.num_read[layer] += len(wanted.keys)
+            wanted.on_bytes(len(wanted.keys) * SHAPE.layer_bytes)
+            wanted.on_layer(layer)
 
     async def close(self) -> None:
         """Do nothing: there is no file."""

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import msgspec
 
 from engine_bridge.cluster.wire import UNREADABLE, Challenge, Hello, Message, WireError, is_proof, proof_of
+from kvtiers.io.block_read import BlockRead
 from kvtiers.io.records import checksum
 from kvtiers.keys import KEY_BYTES, BlockKey, BlockShape
 from kvtiers.lending import CHUNK_BYTES
@@ -187,10 +188,8 @@ class BorrowerSide:
     """The asker's side of one connection. Frames come in by `take`.
 
     Args:
-        keys: of the blocks that are wanted.
-        part: `part(i, layer)`: where a block's layer goes. Written to only with bytes that were checked.
-        on_layer, on_bad, on_bytes: as of `kvtiers.reader.BlockSource`.
         nonce: random bytes.
+        wanted: the blocks. Their parts are written to only with bytes that were checked.
 
     Attributes:
         num_blocks: blocks that will come, as far as is known; None before the offer.
@@ -199,23 +198,12 @@ class BorrowerSide:
     """
 
     def __init__(
-        self,
-        token: bytes,
-        nonce: bytes,
-        fingerprint: str,
-        shape: BlockShape,
-        keys: Sequence[BlockKey],
-        part: Callable[[int, int], memoryview],
-        first_layer: int,
-        on_layer: Callable[[int], None],
-        on_bad: Callable[[int], None],
-        on_bytes: Callable[[int], None],
+        self, token: bytes, nonce: bytes, fingerprint: str, shape: BlockShape, wanted: BlockRead
     ) -> None:
         self._token, self._nonce = token, nonce
-        self._fingerprint, self._shape, self.keys = fingerprint, shape, keys
-        self._asked = b"".join(keys[:MAX_KEYS])
-        self._part, self._on_layer, self._on_bad, self._on_bytes = part, on_layer, on_bad, on_bytes
-        self._first_layer = self._layer = first_layer
+        self._fingerprint, self._shape, self.wanted = fingerprint, shape, wanted
+        self._asked = b"".join(wanted.keys[:MAX_KEYS])
+        self._layer = wanted.first_layer
         self._place = 0
         self._bad: set[int] = set()
         self._turn: type[Message] = Challenge
@@ -280,15 +268,15 @@ class BorrowerSide:
                 "foreign",
                 "it serves another model, or computes KV in another way: compare namespace.json in the KV folders of both",
             )
-        frames.allow(max_frame_bytes(self._shape, len(self.keys)))
+        frames.allow(max_frame_bytes(self._shape, len(self.wanted.keys)))
         self._turn = Offer
-        return encode(BlocksWanted(self._fingerprint, self._first_layer, self._asked))
+        return encode(BlocksWanted(self._fingerprint, self.wanted.first_layer, self._asked))
 
     def _offered(self, message: Offer) -> None:
         num_blocks = len(message.keys) // KEY_BYTES
         if len(message.keys) % KEY_BYTES or not self._asked.startswith(message.keys):
             raise WireError("an offer of what was not asked for")
-        self._turn, self.num_blocks = Parts, len(self.keys)
+        self._turn, self.num_blocks = Parts, len(self.wanted.keys)
         self.on_offer()
         self._cut(num_blocks, is_offer=True)
 
@@ -298,7 +286,7 @@ class BorrowerSide:
             raise WireError("a cut that is none")
         for index in range(num_blocks, self.num_blocks):
             if index not in self._bad:
-                self._on_bad(index)
+                self.wanted.on_bad(index)
         self.num_blocks = num_blocks
         if num_blocks == 0:
             self.is_over = True
@@ -324,17 +312,17 @@ class BorrowerSide:
                 continue
             if checksum(view) != wanted:
                 self._bad.add(block)
-                self._on_bad(block)
+                self.wanted.on_bad(block)
                 continue
-            self._part(block, message.layer)[:] = view
+            self.wanted.part(block, message.layer)[:] = view
             self.num_bytes += size
-            self._on_bytes(size)
+            self.wanted.on_bytes(size)
         self._place += num
         if self._place == self.num_blocks:
             self._end_layer()
 
     def _end_layer(self) -> None:
-        self._on_layer(self._layer)
+        self.wanted.on_layer(self._layer)
         self._layer, self._place = self._layer + 1, 0
 
 

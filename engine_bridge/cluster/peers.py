@@ -13,7 +13,7 @@ import socket
 import ssl
 import time
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any, cast
 
@@ -34,9 +34,8 @@ from engine_bridge.cluster.wire import (
     proof_of,
 )
 from engine_bridge.policy.costs.decay import FadingShare
+from kvtiers.io.block_read import BlockRead
 from kvtiers.io.io_thread import IoThread
-from kvtiers.io.records import Part
-from kvtiers.io.turns import Turn
 from kvtiers.keys import BlockKey, BlockShape
 from kvtiers.lending import Chunk, Loan
 from kvtiers.stats import PeerStats
@@ -202,34 +201,14 @@ class Peer:
         """Whether this peer failed so recently that it is not asked again yet."""
         return self._peering.clock() < self._rests_until_s
 
-    async def read(
-        self,
-        keys: Sequence[BlockKey],
-        part: Part,
-        *,
-        first_layer: int,
-        on_layer: Callable[[int], None],
-        on_bad: Callable[[int], None],
-        on_bytes: Callable[[int], None],
-        turn: Turn,
-    ) -> None:
+    async def read(self, wanted: BlockRead) -> None:
         """See `kvtiers.reader.BlockSource`. Raises nothing for a peer's faults: blocks that are missing when this returns will not come."""
         stats = self._peering.stats
-        await turn.wait()
+        if wanted.turn is not None:
+            await wanted.turn.wait()
         async with self._turns:
             nonce = secrets.token_bytes(CHALLENGE_BYTES)
-            question = BorrowerSide(
-                self._peering.token,
-                nonce,
-                self._fingerprint,
-                self._shape,
-                keys,
-                part,
-                first_layer,
-                on_layer,
-                on_bad,
-                on_bytes,
-            )
+            question = BorrowerSide(self._peering.token, nonce, self._fingerprint, self._shape, wanted)
             stats.num_asked += 1
             began_s = self._peering.clock()
             try:
@@ -247,7 +226,7 @@ class Peer:
                 stats.num_fetched += question.num_whole
                 if question.num_damaged:
                     self._peering.missed(self._who, "damaged", f"{question.num_damaged} blocks")
-            self._peering.found.add(question.num_blocks or 0, len(keys), self._peering.clock())
+            self._peering.found.add(question.num_blocks or 0, len(wanted.keys), self._peering.clock())
 
     @property
     def _who(self) -> str:
@@ -266,7 +245,7 @@ class Peer:
             raise PeerFault("dead", str(error) or "it takes no connection") from error
         try:
             async with asyncio.timeout(QUEUE_S) as patience:
-                patience_s = _patience_s(len(question.keys) * self._shape.block_bytes)
+                patience_s = _patience_s(len(question.wanted.keys) * self._shape.block_bytes)
                 question.on_offer = lambda: patience.reschedule(loop.time() + patience_s)
                 await asking.end()
         except TimeoutError as error:

@@ -6,6 +6,7 @@ adds its own to them; flags, environment and file follow from the declaration.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -46,7 +47,15 @@ def setting(group: str, description: str, **constraints: Any) -> Meta:
     return Meta(description=description, extra={"group": group}, **constraints)
 
 
-ModelName = Annotated[str, setting("Model", "Model folder, or its name on a model hub.", min_length=1)]
+in_model = partial(setting, "Model")
+in_engine = partial(setting, "Engine")
+in_server = partial(setting, "Server")
+in_limits = partial(setting, "Limits")
+in_kv_tiers = partial(setting, "KV tiers")
+in_scheduling = partial(setting, "Scheduling")
+in_adapters = partial(setting, "Adapters")
+
+ModelName = Annotated[str, in_model("Model folder, or its name on a model hub.", min_length=1)]
 
 
 class EngineSettings(Struct, frozen=True, kw_only=True):
@@ -54,182 +63,150 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
 
     model: ModelName
     served_model_name: Annotated[
-        str,
-        setting(
-            "Model", "Name that clients use for the base model; empty: the last part of the model's path."
-        ),
+        str, in_model("Name that clients use for the base model; empty: the last part of the model's path.")
     ] = ""
     served_model_aliases: Annotated[
         tuple[NonEmpty, ...],
-        setting("Model", "Another name that requests may use for the base model; replies have the first."),
+        in_model("Another name that requests may use for the base model; replies have the first."),
     ] = ()
     device: Annotated[
-        Device, setting("Model", "Where the engine runs; auto: what the installed vLLM was built for.")
+        Device, in_model("Where the engine runs; auto: what the installed vLLM was built for.")
     ] = "auto"
-    dtype: Annotated[Dtype, setting("Model", "Type of the weights and activations.")] = "auto"
+    dtype: Annotated[Dtype, in_model("Type of the weights and activations.")] = "auto"
     max_model_len: Annotated[
         Positive | None,
-        setting("Model", "Longest prompt and answer together, in tokens; unset: what the model allows."),
+        in_model("Longest prompt and answer together, in tokens; unset: what the model allows."),
     ] = None
-    seed: Annotated[int, setting("Model", "Seed of sampling.", ge=0)] = 0
+    seed: Annotated[int, in_model("Seed of sampling.", ge=0)] = 0
 
     max_num_seqs: Annotated[
         Positive | None,
-        setting(
-            "Engine", "Largest number of requests in one batch; unset: 64 on a CPU, vLLM's choice on a GPU."
-        ),
+        in_engine("Largest number of requests in one batch; unset: 64 on a CPU, vLLM's choice on a GPU."),
     ] = None
-    block_size: Annotated[
-        Positive | None, setting("Engine", "Tokens of a KV block; unset: vLLM's choice.")
-    ] = None
+    block_size: Annotated[Positive | None, in_engine("Tokens of a KV block; unset: vLLM's choice.")] = None
     kv_cache_gib: Annotated[
         PositiveNumber | None,
-        setting(
-            "Engine",
-            "KV cache on the device, in GiB; unset: 1 on a CPU, what --gpu-memory-utilization leaves on a GPU.",
+        in_engine(
+            "KV cache on the device, in GiB; unset: 1 on a CPU, what --gpu-memory-utilization leaves on a GPU."
         ),
     ] = None
     cpu_threads: Annotated[
         Positive | None,
-        setting("Engine", "Processor cores that a CPU engine computes on; unset: all (the demo model: 1)."),
+        in_engine("Processor cores that a CPU engine computes on; unset: all (the demo model: 1)."),
     ] = None
     """The last ones that this process may use."""
-    gpu_memory_utilization: Annotated[
-        float, setting("Engine", "Share of the GPU's memory to use.", gt=0, le=1)
-    ] = 0.9
+    gpu_memory_utilization: Annotated[float, in_engine("Share of the GPU's memory to use.", gt=0, le=1)] = 0.9
     tensor_parallel_size: Annotated[
-        int,
-        setting("Engine", "Devices that one engine's model is split over, each a process of its own.", ge=1),
+        int, in_engine("Devices that one engine's model is split over, each a process of its own.", ge=1)
     ] = 1
     enable_expert_parallel: Annotated[
-        bool,
-        setting("Engine", "Give each of these devices whole experts, in place of a part of every expert."),
+        bool, in_engine("Give each of these devices whole experts, in place of a part of every expert.")
     ] = False
 
     max_num_batched_tokens: Annotated[
-        Positive | None,
-        setting("Engine", "Most tokens that one step computes; unset: vLLM's choice."),
+        Positive | None, in_engine("Most tokens that one step computes; unset: vLLM's choice.")
     ] = None
     quantization: Annotated[
         NonEmpty | None,
-        setting(
-            "Engine", "How the weights are quantised, such as awq, gptq or fp8; unset: as the model says."
-        ),
+        in_engine("How the weights are quantised, such as awq, gptq or fp8; unset: as the model says."),
     ] = None
     kv_cache_dtype: Annotated[
-        NonEmpty, setting("Engine", "Type of the KV cache, such as fp8; auto: that of the model.")
+        NonEmpty, in_engine("Type of the KV cache, such as fp8; auto: that of the model.")
     ] = "auto"
     enable_prefix_caching: Annotated[
         bool,
-        setting(
-            "Engine",
-            "Reuse the KV of what prompts have in common; without it there are neither KV tiers nor advisories.",
+        in_engine(
+            "Reuse the KV of what prompts have in common; without it there are neither KV tiers nor advisories."
         ),
     ] = True
     enforce_eager: Annotated[
-        bool, setting("Engine", "Compile nothing and capture no CUDA graphs; on a CPU that is always so.")
+        bool, in_engine("Compile nothing and capture no CUDA graphs; on a CPU that is always so.")
     ] = False
     enable_prompt_embeds: Annotated[
         bool,
-        setting(
-            "Engine",
-            "Take embeddings in place of text in /v1/completions (prompt_embeds). Only for clients that you trust: torch decodes them.",
+        in_engine(
+            "Take embeddings in place of text in /v1/completions (prompt_embeds). Only for clients that you trust: torch decodes them."
         ),
     ] = False
     enable_sleep_mode: Annotated[
         bool,
-        setting(
-            "Engine",
-            "Let operators free the GPU's memory for a while by POST /sleep and /wake_up; conversations keep their KV. Not on a CPU.",
+        in_engine(
+            "Let operators free the GPU's memory for a while by POST /sleep and /wake_up; conversations keep their KV. Not on a CPU."
         ),
     ] = False
     trust_remote_code: Annotated[
-        bool, setting("Engine", "Run code that comes with the model. Only for models that you trust.")
+        bool, in_engine("Run code that comes with the model. Only for models that you trust.")
     ] = False
     revision: Annotated[
-        NonEmpty | None, setting("Engine", "Branch, tag or commit of a model on a hub; unset: its default.")
+        NonEmpty | None, in_engine("Branch, tag or commit of a model on a hub; unset: its default.")
     ] = None
     download_dir: Annotated[
-        Path | None, setting("Engine", "Folder for models that are fetched from a hub; unset: the hub's own.")
+        Path | None, in_engine("Folder for models that are fetched from a hub; unset: the hub's own.")
     ] = None
     speculative_config: Annotated[
-        NonEmpty | None, setting("Engine", "vLLM's speculative decoding, as a JSON object.")
+        NonEmpty | None, in_engine("vLLM's speculative decoding, as a JSON object.")
     ] = None
     engine_args: Annotated[
         tuple[NonEmpty, ...],
-        setting(
-            "Engine", "Any other engine argument of vLLM's, as NAME=VALUE; some are refused, with the reason."
-        ),
+        in_engine("Any other engine argument of vLLM's, as NAME=VALUE; some are refused, with the reason."),
     ] = ()
 
     otlp_endpoint: Annotated[
         NonEmpty | None,
-        setting(
-            "Server",
-            "Send a trace of each request to this OpenTelemetry collector, such as http://localhost:4318; unset: none.",
+        in_server(
+            "Send a trace of each request to this OpenTelemetry collector, such as http://localhost:4318; unset: none."
         ),
     ] = None
 
     max_images: Annotated[
         int,
-        setting(
-            "Limits",
+        in_limits(
             "Most pictures in one call; 0: none, and the model is loaded without the part that reads them.",
             ge=0,
         ),
     ] = 16
     max_image_mpixels: Annotated[
-        float,
-        setting(
-            "Limits", "Largest picture, in millions of pixels; bytes are bounded by max_body_bytes.", gt=0
-        ),
+        float, in_limits("Largest picture, in millions of pixels; bytes are bounded by max_body_bytes.", gt=0)
     ] = 50.0
     grammar_memory_mib: Annotated[
         Positive | None,
-        setting(
-            "Limits",
-            "Memory for the grammars of all running answers, in MiB; unset: 1024, or 16 for each of max_num_seqs (on a GPU, of 256).",
+        in_limits(
+            "Memory for the grammars of all running answers, in MiB; unset: 1024, or 16 for each of max_num_seqs (on a GPU, of 256)."
         ),
     ] = None
 
     kv_host_gib: Annotated[
         float,
-        setting(
-            "KV tiers",
+        in_kv_tiers(
             "Host memory for KV that leaves the engine's cache, in GiB; 0: KV is kept neither there nor on disk.",
             ge=0,
         ),
     ] = 2.0
     kv_disk_gib: Annotated[
-        float,
-        setting("KV tiers", "Disk space for KV, in GiB: conversations outlive a restart; 0: none.", ge=0),
+        float, in_kv_tiers("Disk space for KV, in GiB: conversations outlive a restart; 0: none.", ge=0)
     ] = 8.0
-    kv_dir: Annotated[
-        Path | None, setting("KV tiers", "Folder of the KV on disk; unset: kv in the data folder.")
-    ] = None
+    kv_dir: Annotated[Path | None, in_kv_tiers("Folder of the KV on disk; unset: kv in the data folder.")] = (
+        None
+    )
 
     scheduling_policy: Annotated[
         SchedulingPolicy,
-        setting(
-            "Scheduling",
-            "Which request starts next: bounded has short ones first but lets none wait longer, mlq has lanes by size, vllm is vLLM's own queue.",
+        in_scheduling(
+            "Which request starts next: bounded has short ones first but lets none wait longer, mlq has lanes by size, vllm is vLLM's own queue."
         ),
     ] = policies.DEFAULT_POLICY
     lane_rule: Annotated[
         LaneRule,
-        setting(
-            "Scheduling",
-            "How mlq chooses the number of lanes: at the knee of the fit, or by the paper's least_squares.",
+        in_scheduling(
+            "How mlq chooses the number of lanes: at the knee of the fit, or by the paper's least_squares."
         ),
     ] = "knee"
     lane_refit_s: Annotated[
-        float,
-        setting("Scheduling", "Seconds between two fits of the lanes and the length predictor.", gt=0),
+        float, in_scheduling("Seconds between two fits of the lanes and the length predictor.", gt=0)
     ] = 60.0
     max_step_ms: Annotated[
         float,
-        setting(
-            "Scheduling",
+        in_scheduling(
             "Longest step of the engine, in milliseconds; prompts that would take longer are computed in parts; 0: no limit.",
             ge=0,
         ),
@@ -237,8 +214,7 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     """Not for vLLM's own queue."""
     urgent_tpot_ms: Annotated[
         float,
-        setting(
-            "Scheduling",
+        in_scheduling(
             "Pause other requests while urgent ones (priority below 0) would wait longer than this for each token; 0: never pause.",
             ge=0,
         ),
@@ -246,8 +222,7 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     """Two tokens in the time in which people read one (MLPerf Inference, Llama 2 70B: 200 ms a token)."""
     delta_ms: Annotated[
         float,
-        setting(
-            "Scheduling",
+        in_scheduling(
             "Send an answer's tokens at most this often, in milliseconds: what comes meanwhile is sent together. 0: after each step.",
             ge=0,
             le=1000,
@@ -257,46 +232,40 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
 
     adapters: Annotated[
         Literal["auto", "on", "off"],
-        setting("Adapters", "Serve LoRA adapters; auto: where this model can have them on this device."),
+        in_adapters("Serve LoRA adapters; auto: where this model can have them on this device."),
     ] = "auto"
     lora_modules: Annotated[
-        tuple[NonEmpty, ...],
-        setting("Adapters", "An adapter in addition to those of the folder, as NAME=FOLDER."),
+        tuple[NonEmpty, ...], in_adapters("An adapter in addition to those of the folder, as NAME=FOLDER.")
     ] = ()
     max_loras: Annotated[
         int,
-        setting(
-            "Adapters",
+        in_adapters(
             "Adapters of the largest rank that may be in use at once; on a CPU more of smaller ones, in the same memory.",
             ge=1,
         ),
     ] = 8
-    max_lora_rank: Annotated[int, setting("Adapters", "Largest adapter rank.", ge=1)] = 128
+    max_lora_rank: Annotated[int, in_adapters("Largest adapter rank.", ge=1)] = 128
     adapter_host_gib: Annotated[
-        float, setting("Adapters", "Host memory for adapters that are in use or may be soon, in GiB.", gt=0)
+        float, in_adapters("Host memory for adapters that are in use or may be soon, in GiB.", gt=0)
     ] = 1.0
     adapters_in_kv: Annotated[
-        bool, setting("Adapters", "Also keep unused adapters in KV memory that is free at the moment.")
+        bool, in_adapters("Also keep unused adapters in KV memory that is free at the moment.")
     ] = True
-    adapter_policy: Annotated[
-        AdapterPolicy,
-        setting("Adapters", "Which adapters are evicted from memory first."),
-    ] = "adaptive"
+    adapter_policy: Annotated[AdapterPolicy, in_adapters("Which adapters are evicted from memory first.")] = (
+        "adaptive"
+    )
     adapter_prefetch: Annotated[
         bool,
-        setting(
-            "Adapters",
-            "Load an adapter before its next request, predicted from the times between its last ones.",
+        in_adapters(
+            "Load an adapter before its next request, predicted from the times between its last ones."
         ),
     ] = False
     cpu_assist: Annotated[
-        bool,
-        setting("Adapters", "Start requests while their adapter is still on its way to the device."),
+        bool, in_adapters("Start requests while their adapter is still on its way to the device.")
     ] = True
     cpu_assist_workers: Annotated[
         int,
-        setting(
-            "Adapters",
+        in_adapters(
             "Worker processes that compute for adapters on their way to the device; 0: the engine does it.",
             ge=0,
         ),

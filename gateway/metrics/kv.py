@@ -6,58 +6,36 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from gateway.metrics.snapshots import SnapshotCollector, labelled
+from gateway.metrics.snapshots import SnapshotCollector, labelled, rows_of
 from kvtiers.stats import PeerStats, TierStats
 
-# (metric, help, {tier: field}); counts are blocks unless the name says otherwise.
-_GAUGES = (
-    (
-        "overture_kv_bytes",
-        "Memory or disk space that KV occupies",
-        {"host": "bytes", "disk": "bytes"},
-    ),
-    (
-        "overture_kv_capacity_bytes",
-        "Memory or disk space that KV may occupy",
-        {"host": "capacity_bytes", "disk": "capacity_bytes"},
-    ),
-    ("overture_kv_blocks", "KV blocks held", {"host": "num_blocks", "disk": "num_blocks"}),
-    ("overture_kv_sessions", "Sessions with KV in host memory", {"host": "num_sessions"}),
-    ("overture_kv_write_queue_blocks", "Blocks waiting to be written", {"disk": "num_unwritten"}),
-    (
-        "overture_kv_write_lag_seconds",
-        "How long the oldest block waiting to be written has waited",
-        {"disk": "write_lag_s"},
-    ),
-    ("overture_kv_read_queue_blocks", "Blocks being read or waiting to be", {"disk": "num_reads_queued"}),
-    (
-        "overture_kv_read_bytes_per_second",
-        "Measured speed of recent reads; 0 before the first",
-        {"disk": "bytes_per_s"},
-    ),
-)
-_COUNTERS = (
-    ("overture_kv_hits", "KV blocks found in a tier", {"host": "num_hits", "disk": "num_hits"}),
-    ("overture_kv_misses", "KV blocks of prompts that were found in no tier", {"host": "num_misses"}),
-    ("overture_kv_saved", "Blocks saved", {"host": "num_saved"}),
-    ("overture_kv_evicted", "Blocks that left to make room", {"host": "num_evicted", "disk": "num_evicted"}),
-    ("overture_kv_trimmed", "Blocks that lost their last layers to make room", {"host": "num_trimmed"}),
-    (
-        "overture_kv_carried",
-        "Blocks that went to the device in pieces, for requests that waited for more than a quarter of host memory",
-        {"host": "num_carried"},
-    ),
-    (
-        "overture_kv_dropped_saves",
-        "Finished blocks that were not kept: host memory in use, or the disk too slow, full or failing",
-        {"host": "num_dropped_saves", "disk": "num_skipped_writes"},
-    ),
-    ("overture_kv_corrupt", "Blocks whose checksum was wrong, served as misses", {"disk": "num_corrupt"}),
-    ("overture_kv_read_errors", "Reads that failed", {"disk": "num_read_errors"}),
-    ("overture_kv_write_errors", "Writes that failed", {"disk": "num_write_errors"}),
-    ("overture_kv_read_bytes", "Bytes read", {"disk": "bytes_read"}),
-    ("overture_kv_written_bytes", "Bytes written", {"disk": "bytes_written"}),
-)
+# Metric, field of host memory's figures, field of the disk's, help. Counts are blocks unless the name says otherwise.
+_GAUGES = rows_of("""
+overture_kv_bytes                 | bytes          | bytes            | Memory or disk space that KV occupies
+overture_kv_capacity_bytes        | capacity_bytes | capacity_bytes   | Memory or disk space that KV may occupy
+overture_kv_blocks                | num_blocks     | num_blocks       | KV blocks held
+overture_kv_sessions              | num_sessions   |                  | Sessions with KV in host memory
+overture_kv_write_queue_blocks    |                | num_unwritten    | Blocks waiting to be written
+overture_kv_write_lag_seconds     |                | write_lag_s      | How long the oldest block waiting to be written has waited
+overture_kv_read_queue_blocks     |                | num_reads_queued | Blocks being read or waiting to be
+overture_kv_read_bytes_per_second |                | bytes_per_s      | Measured speed of recent reads; 0 before the first
+""")
+_COUNTERS = rows_of("""
+overture_kv_hits          | num_hits          | num_hits           | KV blocks found in a tier
+overture_kv_misses        | num_misses        |                    | KV blocks of prompts that were found in no tier
+overture_kv_saved         | num_saved         |                    | Blocks saved
+overture_kv_evicted       | num_evicted       | num_evicted        | Blocks that left to make room
+overture_kv_trimmed       | num_trimmed       |                    | Blocks that lost their last layers to make room
+overture_kv_carried       | num_carried       |                    | \
+    Blocks that went to the device in pieces, for requests that waited for more than a quarter of host memory
+overture_kv_dropped_saves | num_dropped_saves | num_skipped_writes | \
+    Finished blocks that were not kept: host memory in use, or the disk too slow, full or failing
+overture_kv_corrupt       |                   | num_corrupt        | Blocks whose checksum was wrong, served as misses
+overture_kv_read_errors   |                   | num_read_errors    | Reads that failed
+overture_kv_write_errors  |                   | num_write_errors   | Writes that failed
+overture_kv_read_bytes    |                   | bytes_read         | Bytes read
+overture_kv_written_bytes |                   | bytes_written      | Bytes written
+""")
 
 
 class KvCollector(SnapshotCollector[TierStats]):
@@ -65,10 +43,10 @@ class KvCollector(SnapshotCollector[TierStats]):
 
     def metrics_of(self, stats: TierStats) -> Iterator[Metric]:
         """Yield one metric a row of the tables above, labelled by tier, and the peers' figures where there are peers."""
-        tiers = {"host": stats.host, "disk": stats.disk}
         for family, rows in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
-            for name, documentation, fields in rows:
-                values = {tier: getattr(tiers[tier], field) for tier, field in fields.items()}
+            for name, of_host, of_disk, documentation in rows:
+                values = {"host": getattr(stats.host, of_host)} if of_host else {}
+                values |= {"disk": getattr(stats.disk, of_disk)} if of_disk else {}
                 yield labelled(family, name, documentation, ["tier"], values)
         if stats.peers.is_on:
             yield from _peer_metrics(stats.peers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
@@ -28,167 +29,140 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self.registry = registry
-        self._count_turns(registry)
-        self._count_embeddings(registry)
-        self._count_connections(registry)
-        self._count_advisories(registry)
-        self._count_the_process(registry)
+        self._counter = partial(Counter, registry=registry)
+        self._gauge = partial(Gauge, registry=registry)
+        self._histogram = partial(Histogram, registry=registry)
+        self._count_turns()
+        self._count_embeddings()
+        self._count_connections()
+        self._count_advisories()
+        self._count_the_process()
 
-    def _count_turns(self, registry: CollectorRegistry) -> None:
-        self._turns_running = Gauge("overture_turns_running", "Turns under way", registry=registry)
-        self._turns = Counter("overture_turns", "Turns that ended, by how", ["outcome"], registry=registry)
-        self._ttft = Histogram(
+    def _count_turns(self) -> None:
+        self._turns_running = self._gauge("overture_turns_running", "Turns under way")
+        self._turns = self._counter("overture_turns", "Turns that ended, by how", ["outcome"])
+        self._ttft = self._histogram(
             "overture_ttft_seconds",
             "Time to first token of chat turns, by where most of the prompt's KV came from",
             ["kv_source"],
             buckets=TTFT_BUCKETS_S,
-            registry=registry,
         )
-        self._prompt_tokens = Counter(
+        self._prompt_tokens = self._counter(
             "overture_prompt_tokens",
             "Prompt tokens of chat turns, by where their KV came from",
             ["kv_source"],
-            registry=registry,
         )
-        self._prompts = Counter(
+        self._prompts = self._counter(
             "overture_turn_prompts",
             "Prompts of chat turns, by whether they continue the session's token ids",
             ["origin"],
-            registry=registry,
         )
-        self._kept_tokens = Counter(
-            "overture_kept_tokens",
-            "Prompt tokens of chat turns that are the session's stored token ids",
-            registry=registry,
+        self._kept_tokens = self._counter(
+            "overture_kept_tokens", "Prompt tokens of chat turns that are the session's stored token ids"
         )
 
-        self.tool_calls = Counter(
+        self.tool_calls = self._counter(
             "overture_tool_calls",
             "Calls of MCP servers' tools in chat turns, by server and what became of them",
             ["server", "outcome"],
-            registry=registry,
         )
 
-    def _count_embeddings(self, registry: CollectorRegistry) -> None:
-        self.embedding_tokens = Counter(
-            "overture_embedding_prompt_tokens", "Tokens of inputs that were embedded", registry=registry
+    def _count_embeddings(self) -> None:
+        self.embedding_tokens = self._counter(
+            "overture_embedding_prompt_tokens", "Tokens of inputs that were embedded"
         )
-        self.embedding_s = Histogram(
+        self.embedding_s = self._histogram(
             "overture_embedding_seconds",
             "Time of calls for embeddings, also of those that were refused",
             buckets=TTFT_BUCKETS_S,
-            registry=registry,
         )
 
-    def _count_connections(self, registry: CollectorRegistry) -> None:
-        self.sockets = Gauge("overture_sockets", "Chat sockets open", registry=registry)
-        self.socket_errors = Counter(
-            "overture_socket_errors", "Error frames sent", ["code"], registry=registry
-        )
-        self.left_out = Counter(
+    def _count_connections(self) -> None:
+        self.sockets = self._gauge("overture_sockets", "Chat sockets open")
+        self.socket_errors = self._counter("overture_socket_errors", "Error frames sent", ["code"])
+        self.left_out = self._counter(
             "overture_left_out",
             "Tools and messages left out of calls whose prompt did not fit (--context-overflow)",
             ["what"],
-            registry=registry,
         )
-        self.slow_readers = Counter(
-            "overture_slow_readers",
-            "Chat sockets and streams closed because they were read too slowly",
-            registry=registry,
+        self.slow_readers = self._counter(
+            "overture_slow_readers", "Chat sockets and streams closed because they were read too slowly"
         )
-        self.connections = Gauge(
-            "overture_connections", "Connections open, by what they do", ["state"], registry=registry
+        self.connections = self._gauge("overture_connections", "Connections open, by what they do", ["state"])
+        self.connections_closed = self._counter(
+            "overture_connections_closed", "Connections closed or refused", ["reason"]
         )
-        self.connections_closed = Counter(
-            "overture_connections_closed", "Connections closed or refused", ["reason"], registry=registry
-        )
-        self.open_files = Gauge("overture_open_files", "Open files of the process", registry=registry)
-        self.refused = Counter(
-            "overture_requests_refused", "Requests refused by a budget", ["budget"], registry=registry
-        )
-        self.tokens = Counter(
+        self.open_files = self._gauge("overture_open_files", "Open files of the process")
+        self.refused = self._counter("overture_requests_refused", "Requests refused by a budget", ["budget"])
+        self.tokens = self._counter(
             "overture_tokens",
             "Tokens of prompts and answers, by person (--metrics-by-user)",
             ["user", "kind"],
-            registry=registry,
         )
-        self.http = Counter("overture_http_requests", "HTTP requests", ["route", "status"], registry=registry)
+        self.http = self._counter("overture_http_requests", "HTTP requests", ["route", "status"])
 
     def note_left_out(self, dropped: Dropped) -> None:
         """Count the tools and messages left out of a call."""
         self.left_out.labels("tools").inc(dropped.tools)
         self.left_out.labels("messages").inc(dropped.messages)
 
-    def _count_advisories(self, registry: CollectorRegistry) -> None:
-        self.typing = Counter("overture_typing_frames", "Typing frames received", registry=registry)
-        self.advisories = Counter("overture_advisories", "Advisories acted on", ["source"], registry=registry)
-        self.session_calls = Counter(
+    def _count_advisories(self) -> None:
+        self.typing = self._counter("overture_typing_frames", "Typing frames received")
+        self.advisories = self._counter("overture_advisories", "Advisories acted on", ["source"])
+        self.session_calls = self._counter(
             "overture_session_calls",
             "API calls by how their session was found: named, continued, retried, rewritten, new, stored",
             ["how"],
-            registry=registry,
         )
-        self._run_tokens = Counter(
+        self._run_tokens = self._counter(
             "overture_agent_run_tokens",
             "Prompt tokens of sessions that call tools, by what became of their KV since the turn before",
             ["outcome"],
-            registry=registry,
         )
-        self.kv_hints = Counter(
+        self.kv_hints = self._counter(
             "overture_kv_hints",
             "Hints of KV by the field that they came in, what they ask for, and what became of it",
             ["source", "action", "outcome"],
-            registry=registry,
         )
-        self.advisories_merged = Counter(
-            "overture_advisories_merged", "Advisories that only renewed one under way", registry=registry
+        self.advisories_merged = self._counter(
+            "overture_advisories_merged", "Advisories that only renewed one under way"
         )
-        self.advisories_refused = Counter(
-            "overture_advisories_refused", "Advisories above a key's rate", registry=registry
+        self.advisories_refused = self._counter(
+            "overture_advisories_refused", "Advisories above a key's rate"
         )
-        self._advisory_outcomes = Counter(
-            "overture_advisory_outcomes", "How advisories ended", ["source", "outcome"], registry=registry
+        self._advisory_outcomes = self._counter(
+            "overture_advisory_outcomes", "How advisories ended", ["source", "outcome"]
         )
-        self._advisory_bytes = Counter(
+        self._advisory_bytes = self._counter(
             "overture_advisory_bytes",
             "Moved for advisories: KV by the tier it came from, and adapters; by how the advisory ended",
             ["tier", "outcome"],
-            registry=registry,
         )
-        self._advisory_lead = Histogram(
-            "overture_advisory_lead_seconds",
-            "From an advisory to its request",
-            buckets=LEAD_BUCKETS_S,
-            registry=registry,
+        self._advisory_lead = self._histogram(
+            "overture_advisory_lead_seconds", "From an advisory to its request", buckets=LEAD_BUCKETS_S
         )
-        self._advisory_late = Histogram(
+        self._advisory_late = self._histogram(
             "overture_advisory_late_seconds",
             "How much longer a late advisory would have needed",
             buckets=TTFT_BUCKETS_S,
-            registry=registry,
         )
-        self.computed_ahead = Counter(
+        self.computed_ahead = self._counter(
             "overture_computed_ahead_tokens",
             "Prompt tokens prepared before their request came, with those that were cached already",
             ["what"],
-            registry=registry,
         )
 
-    def _count_the_process(self, registry: CollectorRegistry) -> None:
-        self.session_wal_lost_frames = Gauge(
+    def _count_the_process(self) -> None:
+        self.session_wal_lost_frames = self._gauge(
             "overture_session_wal_lost_frames",
             "Frames of the session database's log that were damaged and lost at the start",
-            registry=registry,
         )
-        self.engine_rebuilds = Gauge(
-            "overture_engine_rebuilds", "Engine rebuilds since the start", registry=registry
-        )
-        self.engine_steps = Gauge("overture_engine_steps", "Engine steps since the start", registry=registry)
-        self._stall = Histogram(
+        self.engine_rebuilds = self._gauge("overture_engine_rebuilds", "Engine rebuilds since the start")
+        self.engine_steps = self._gauge("overture_engine_steps", "Engine steps since the start")
+        self._stall = self._histogram(
             "overture_loop_stall_seconds",
             "How late the event loop ran a timer: how long something blocked it",
             buckets=STALL_BUCKETS_S,
-            registry=registry,
         )
 
     @contextlib.contextmanager

@@ -8,37 +8,28 @@ from typing import get_args
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from engine_bridge.protocol.figures import NodeState
-from gateway.metrics.snapshots import SnapshotCollector, labelled
+from gateway.metrics.snapshots import SnapshotCollector, labelled, rows_of
 from gateway.nodes.chosen_node import HOW
 from gateway.nodes.members import MemberState
 from gateway.nodes.node_states import NodeKv, NodeLoad, NodeStatus
 
 _STATES: tuple[MemberState, ...] = (*get_args(NodeState), "away", "quiet")
-# (family, metric, help, field of NodeLoad)
-_LOAD = (
-    (GaugeMetricFamily, "overture_node_running", "Requests that run on a node", "num_running"),
-    (GaugeMetricFamily, "overture_node_waiting", "Requests that wait there", "num_waiting"),
-    (GaugeMetricFamily, "overture_node_kv_blocks", "KV blocks that its device has", "num_kv_blocks"),
-    (
-        GaugeMetricFamily,
-        "overture_node_kv_free_blocks",
-        "KV blocks of its device that are free",
-        "num_free_kv_blocks",
-    ),
-    (CounterMetricFamily, "overture_node_steps", "Steps of its engine", "num_steps"),
-    (CounterMetricFamily, "overture_node_answer_tokens", "Tokens that it generated", "num_answer_tokens"),
-)
-# (family, metric, help, field of TierUse)
-_KV = (
-    (GaugeMetricFamily, "overture_node_tier_bytes", "KV in a node's host memory or on its disk", "bytes"),
-    (
-        GaugeMetricFamily,
-        "overture_node_tier_capacity_bytes",
-        "Memory or disk space that KV may occupy",
-        "capacity_bytes",
-    ),
-    (CounterMetricFamily, "overture_node_tier_hits", "KV blocks found in a tier", "num_hits"),
-)
+_FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
+# Kind, metric, field of `NodeLoad`, help.
+_LOAD = rows_of("""
+gauge   | overture_node_running        | num_running        | Requests that run on a node
+gauge   | overture_node_waiting        | num_waiting        | Requests that wait there
+gauge   | overture_node_kv_blocks      | num_kv_blocks      | KV blocks that its device has
+gauge   | overture_node_kv_free_blocks | num_free_kv_blocks | KV blocks of its device that are free
+counter | overture_node_steps          | num_steps          | Steps of its engine
+counter | overture_node_answer_tokens  | num_answer_tokens  | Tokens that it generated
+""")
+# Kind, metric, field of `TierUse`, help.
+_KV = rows_of("""
+gauge   | overture_node_tier_bytes          | bytes          | KV in a node's host memory or on its disk
+gauge   | overture_node_tier_capacity_bytes | capacity_bytes | Memory or disk space that KV may occupy
+counter | overture_node_tier_hits           | num_hits       | KV blocks found in a tier
+""")
 
 
 class NodeCollector(SnapshotCollector[Sequence[NodeStatus]]):
@@ -100,20 +91,20 @@ def _states(nodes: Sequence[NodeStatus]) -> Metric:
 
 
 def _of_loads(loads: dict[str, NodeLoad]) -> Iterator[Metric]:
-    for family, name, documentation, field in _LOAD:
+    for kind, name, field, documentation in _LOAD:
         values = {node_id: getattr(load, field) for node_id, load in loads.items()}
-        yield labelled(family, name, documentation, ["node"], values)
+        yield labelled(_FAMILIES[kind], name, documentation, ["node"], values)
 
 
 def _of_tiers(tiers: dict[str, NodeKv]) -> Iterator[Metric]:
-    for family, name, documentation, field in _KV:
+    for kind, name, field, documentation in _KV:
         uses = {
             (node_id, tier): use
             for node_id, kv in tiers.items()
             for tier, use in (("host", kv.host), ("disk", kv.disk))
         }
         values = {labels: getattr(use, field) for labels, use in uses.items() if use is not None}
-        yield labelled(family, name, documentation, ["node", "tier"], values)
+        yield labelled(_FAMILIES[kind], name, documentation, ["node", "tier"], values)
 
 
 def _of_peers(tiers: dict[str, NodeKv]) -> Metric:

@@ -16,57 +16,35 @@ from engine_bridge.protocol.figures import (
     TokenizerStats,
     WaitReason,
 )
-from gateway.metrics.snapshots import SnapshotCollector, labelled
+from gateway.metrics.snapshots import SnapshotCollector, labelled, rows_of
 
 _REASONS: tuple[WaitReason, ...] = get_args(WaitReason)
-_LANES = (
-    ("overture_lane_waiting", "Requests that wait in a lane; 0 is that of the smallest", "num_waiting"),
-    ("overture_lane_quota_tokens", "Tokens that a lane's requests may hold", "quota_tokens"),
-    (
-        "overture_lane_used_tokens",
-        "Tokens that a lane's requests hold, with those borrowed from other lanes",
-        "used_tokens",
-    ),
-    ("overture_lane_cutoff", "Weighted size from which a request belongs to the next lane", "boundaries"),
-)
-# (metric, help, source, key); present from the start, as 0, where a policy of ours decides.
-_COUNTERS = (
-    ("overture_scheduling_admitted", "Requests started, again after a preemption", "counts", "admitted"),
-    (
-        "overture_scheduling_bypassed",
-        "Requests started before a larger one that did not fit",
-        "counts",
-        "bypassed",
-    ),
-    (
-        "overture_scheduling_squashed",
-        "Requests stopped so that the one that they bypassed can start",
-        "counts",
-        "squashed",
-    ),
-    (
-        "overture_scheduling_paused",
-        "Requests preempted so that urgent ones decode in time",
-        "counts",
-        "paused",
-    ),
-    ("overture_scheduling_resumed", "Paused requests that were resumed", "counts", "resumed"),
-    ("overture_scheduling_refits", "Times that the lanes were fitted again", "counts", "refits"),
-    ("overture_scheduling_decisions", "Decisions about which request starts", "counts", "decisions"),
-    ("overture_scheduling_decide_seconds", "Engine thread's time for these decisions", "seconds", "decide"),
-    (
-        "overture_scheduling_step_seconds",
-        "Engine thread's time for all of Overture's scheduling, decisions included",
-        "seconds",
-        "step",
-    ),
-)
-_GRAMMARS = (
-    ("overture_grammars_checked", "Grammars that a helper process compiled", "num_checked"),
-    ("overture_grammars_refused", "Grammars that the helper process refused", "num_refused"),
-    ("overture_grammar_helper_deaths", "Helper processes that died of a grammar", "num_deaths"),
-    ("overture_grammar_check_seconds", "Time that checking grammars took", "seconds"),
-)
+# Metric, field of `LaneStats`, help.
+_LANES = rows_of("""
+overture_lane_waiting      | num_waiting  | Requests that wait in a lane; 0 is that of the smallest
+overture_lane_quota_tokens | quota_tokens | Tokens that a lane's requests may hold
+overture_lane_used_tokens  | used_tokens  | Tokens that a lane's requests hold, with those borrowed from other lanes
+overture_lane_cutoff       | boundaries   | Weighted size from which a request belongs to the next lane
+""")
+# Metric, `counts` or `seconds`, key, help; present from the start, as 0, where a policy of ours decides.
+_COUNTERS = rows_of("""
+overture_scheduling_admitted       | counts  | admitted  | Requests started, again after a preemption
+overture_scheduling_bypassed       | counts  | bypassed  | Requests started before a larger one that did not fit
+overture_scheduling_squashed       | counts  | squashed  | Requests stopped so that the one that they bypassed can start
+overture_scheduling_paused         | counts  | paused    | Requests preempted so that urgent ones decode in time
+overture_scheduling_resumed        | counts  | resumed   | Paused requests that were resumed
+overture_scheduling_refits         | counts  | refits    | Times that the lanes were fitted again
+overture_scheduling_decisions      | counts  | decisions | Decisions about which request starts
+overture_scheduling_decide_seconds | seconds | decide    | Engine thread's time for these decisions
+overture_scheduling_step_seconds   | seconds | step      | Engine thread's time for all of Overture's scheduling, decisions included
+""")
+# Metric, field of `GrammarStats`, help.
+_GRAMMARS = rows_of("""
+overture_grammars_checked      | num_checked | Grammars that a helper process compiled
+overture_grammars_refused      | num_refused | Grammars that the helper process refused
+overture_grammar_helper_deaths | num_deaths  | Helper processes that died of a grammar
+overture_grammar_check_seconds | seconds     | Time that checking grammars took
+""")
 
 
 class GrammarCollector(SnapshotCollector[GrammarStats]):
@@ -74,7 +52,7 @@ class GrammarCollector(SnapshotCollector[GrammarStats]):
 
     def metrics_of(self, stats: GrammarStats) -> Iterator[Metric]:
         """Yield one counter a field of the statistics."""
-        for name, documentation, field in _GRAMMARS:
+        for name, field, documentation in _GRAMMARS:
             yield CounterMetricFamily(name, documentation, value=getattr(stats, field))
 
 
@@ -116,7 +94,7 @@ class SchedulingCollector(SnapshotCollector[SchedulingStats]):
         if stats.lanes is not None:
             yield from _lanes(stats.lanes)
         if stats.policy != "vllm":
-            for name, documentation, source, key in _COUNTERS:
+            for name, source, key, documentation in _COUNTERS:
                 yield CounterMetricFamily(name, documentation, value=getattr(stats, source).get(key, 0))
         if stats.length_errors is not None:
             yield from _length_errors(stats.length_errors)
@@ -159,7 +137,7 @@ def _chosen_ways(stats: SchedulingStats) -> Metric:
 
 
 def _lanes(lanes: LaneStats) -> Iterator[Metric]:
-    for name, documentation, field in _LANES:
+    for name, field, documentation in _LANES:
         values = {str(lane): value for lane, value in enumerate(getattr(lanes, field))}
         yield labelled(GaugeMetricFamily, name, documentation, ["lane"], values)
 

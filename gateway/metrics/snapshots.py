@@ -38,6 +38,11 @@ class SnapshotCollector(Collector, Generic[Stats]):
         yield from ()
 
 
+def rows_of(table: str) -> list[list[str]]:
+    """Return the cells of a table: a line for each row, with `|` between its cells."""
+    return [[cell.strip() for cell in line.split("|")] for line in table.strip().splitlines()]
+
+
 def labelled(
     kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
     name: str,

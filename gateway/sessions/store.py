@@ -225,13 +225,7 @@ class SessionStore:
 
     async def _search(self, owner: str, work: Callable[..., _T], *args: Any) -> _T:
         """Run a transaction that reads an owner's index; if the index is damaged, run it again without."""
-        try:
-            return await self._searcher.transact(work, *args)
-        except GatewayError as error:
-            if not is_index_damaged(error.__cause__):
-                raise
-        await self._writer.transact(search.forget_damaged, owner)
-        return await self._searcher.transact(work, *args)
+        return await self._past_damage(self._searcher, owner, work, *args)
 
     async def patch(
         self,
@@ -311,13 +305,18 @@ class SessionStore:
 
     async def _write(self, owner: str, work: Callable[..., _T], *args: Any) -> _T:
         """Run a transaction that changes an owner's texts. If the owner's index is damaged, run it again without: texts matter more."""
+        return await self._past_damage(self._writer, owner, work, *args)
+
+    async def _past_damage(
+        self, connection: SqliteConnection, owner: str, work: Callable[..., _T], *args: Any
+    ) -> _T:
         try:
-            return await self._writer.transact(work, *args)
+            return await connection.transact(work, *args)
         except GatewayError as error:
             if not is_index_damaged(error.__cause__):
                 raise
         await self._writer.transact(search.forget_damaged, owner)
-        return await self._writer.transact(work, *args)
+        return await connection.transact(work, *args)
 
     async def purge(self, now: float) -> int:
         """Remove for ever the sessions that can no longer be restored, and return how many. A sweeper calls it now and then."""

@@ -7,6 +7,7 @@ Files that belong to the project (the page, the demo model) lie beside the packa
 import ipaddress
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -16,7 +17,19 @@ from engine_bridge.calls.context_overflow import ContextOverflow
 from engine_bridge.calls.plain_content import SpecialTokensInContent
 from engine_bridge.policy.limits.request_limits import RequestLimits
 from engine_bridge.policy.nodes import routing
-from engine_bridge.settings.engine_config import KIB, ModelName, NonEmpty, Positive, PositiveNumber, setting
+from engine_bridge.settings.engine_config import (
+    KIB,
+    ModelName,
+    NonEmpty,
+    Positive,
+    PositiveNumber,
+    in_adapters,
+    in_kv_tiers,
+    in_model,
+    in_scheduling,
+    in_server,
+    setting,
+)
 from gateway.errors import StartupError
 from gateway.settings.data_folder import tighten
 from gateway.settings.declared import Setting, settings_of, shown
@@ -42,6 +55,9 @@ if TYPE_CHECKING:
 else:  # mypy wants to read the words
     RoutingChoice = Literal[("auto", *routing.POLICIES)]
 LogLevel = Literal["debug", "info", "warning", "error"]
+in_access = partial(setting, "Access")
+in_cluster = partial(setting, "Cluster")
+in_embeddings = partial(setting, "Embeddings")
 
 
 class ConfigError(StartupError):
@@ -65,307 +81,263 @@ class Config(ToolSettings, frozen=True, kw_only=True):
 
     model: ModelName = str(DEMO_MODEL_DIR)
 
-    host: Annotated[str, setting("Server", "Address to listen on.", min_length=1)] = "127.0.0.1"
-    port: Annotated[int, setting("Server", "Port to listen on; 0 takes any free one.", ge=0, le=65535)] = 8000
+    host: Annotated[str, in_server("Address to listen on.", min_length=1)] = "127.0.0.1"
+    port: Annotated[int, in_server("Port to listen on; 0 takes any free one.", ge=0, le=65535)] = 8000
     uds: Annotated[
         Path | None,
-        setting(
-            "Server",
-            "Unix socket to listen on in place of host and port; only this user can connect (mode 0600).",
+        in_server(
+            "Unix socket to listen on in place of host and port; only this user can connect (mode 0600)."
         ),
     ] = None
-    data_dir: Annotated[
-        Path, setting("Server", "Folder of the session database, made if missing (mode 0700).")
-    ] = msgspec.field(default_factory=lambda: default_data_dir(os.environ))
+    data_dir: Annotated[Path, in_server("Folder of the session database, made if missing (mode 0700).")] = (
+        msgspec.field(default_factory=lambda: default_data_dir(os.environ))
+    )
     engine: Annotated[
         EnginePlace,
-        setting(
-            "Server",
+        in_server(
             "Where the engine runs: in-process, or in a process of its own, whose crash ends no conversation; "
-            "auto: in-process on loopback, else in a process.",
+            "auto: in-process on loopback, else in a process."
         ),
     ] = "auto"
     ssl_certfile: Annotated[
         Path | None,
-        setting("Server", "TLS certificate (PEM, with its chain): the server speaks HTTPS and nothing else."),
+        in_server("TLS certificate (PEM, with its chain): the server speaks HTTPS and nothing else."),
     ] = None
-    ssl_keyfile: Annotated[Path | None, setting("Server", "Private key of that certificate (PEM).")] = None
+    ssl_keyfile: Annotated[Path | None, in_server("Private key of that certificate (PEM).")] = None
     root_path: Annotated[
         str,
-        setting(
-            "Server",
-            "Path under which a reverse proxy serves this server, such as /llm; the proxy removes it. For links in /openapi.json.",
+        in_server(
+            "Path under which a reverse proxy serves this server, such as /llm; the proxy removes it. For links in /openapi.json."
         ),
     ] = ""
     drain_timeout_s: Annotated[
-        float, setting("Server", "After SIGTERM, seconds that running answers are given to finish.", ge=0)
+        float, in_server("After SIGTERM, seconds that running answers are given to finish.", ge=0)
     ] = 30.0
-    log_format: Annotated[
-        LogFormat, setting("Server", "Plain lines for people, JSON lines for collectors.")
-    ] = "plain"
-    log_level: Annotated[LogLevel, setting("Server", "Least severe message that is logged.")] = "info"
+    log_format: Annotated[LogFormat, in_server("Plain lines for people, JSON lines for collectors.")] = (
+        "plain"
+    )
+    log_level: Annotated[LogLevel, in_server("Least severe message that is logged.")] = "info"
 
     nodes: Annotated[
         int,
-        setting(
-            "Cluster",
+        in_cluster(
             "Engines on this machine, which share its cores and memory; above 1 each is a process that Ray places. 0: only nodes that join.",
             ge=0,
             le=1024,
         ),
     ] = 1
     ray_address: Annotated[
-        str | None,
-        setting("Cluster", "Ray cluster to join, HOST:PORT; unset: with several nodes one is started."),
+        str | None, in_cluster("Ray cluster to join, HOST:PORT; unset: with several nodes one is started.")
     ] = None
     cluster_host: Annotated[
-        NonEmpty,
-        setting("Cluster", "Address of this machine that its nodes listen on for gateways and each other."),
+        NonEmpty, in_cluster("Address of this machine that its nodes listen on for gateways and each other.")
     ] = "127.0.0.1"
     cluster_port: Annotated[
         int,
-        setting(
-            "Cluster", "Port where other machines join the Ray that this one starts; 0: any.", ge=0, le=65535
-        ),
+        in_cluster("Port where other machines join the Ray that this one starts; 0: any.", ge=0, le=65535),
     ] = 0
     cluster_token_file: Annotated[
         Path | None,
-        setting(
-            "Cluster",
-            "File of the cluster's secret, the same on all machines; unset: cluster-token in the data folder, made if missing.",
+        in_cluster(
+            "File of the cluster's secret, the same on all machines; unset: cluster-token in the data folder, made if missing."
         ),
     ] = None
     cluster_cert: Annotated[
         Path | None,
-        setting("Cluster", "TLS certificate (PEM) of the cluster; needed when nodes listen beyond loopback."),
+        in_cluster("TLS certificate (PEM) of the cluster; needed when nodes listen beyond loopback."),
     ] = None
     cluster_key: Annotated[
-        Path | None, setting("Cluster", "Private key of that certificate (PEM), on all machines, too.")
+        Path | None, in_cluster("Private key of that certificate (PEM), on all machines, too.")
     ] = None
     node_name: Annotated[
         str,
-        setting(
-            "Cluster", "Name of this machine's node, or nodes, in a cluster that it joins; empty: the host's."
-        ),
+        in_cluster("Name of this machine's node, or nodes, in a cluster that it joins; empty: the host's."),
     ] = ""
 
     chat_template: Annotated[
-        Path | None, setting("Model", "Jinja file to use in place of the model's own template.")
+        Path | None, in_model("Jinja file to use in place of the model's own template.")
     ] = None
     default_chat_template_kwargs: Annotated[
         NonEmpty | None,
-        setting(
-            "Model",
-            "Arguments of the chat template for every conversation, as a JSON object; a request's own chat_template_kwargs win.",
+        in_model(
+            "Arguments of the chat template for every conversation, as a JSON object; a request's own chat_template_kwargs win."
         ),
     ] = None
     tool_parser: Annotated[
         str,
-        setting(
-            "Model",
-            "vLLM's parser for tool calls, such as hermes; auto: by the model's family; none: calls that a model writes by itself stay text.",
+        in_model(
+            "vLLM's parser for tool calls, such as hermes; auto: by the model's family; none: calls that a model writes by itself stay text."
         ),
     ] = "auto"
     reasoning_parser: Annotated[
         str,
-        setting(
-            "Model",
-            "vLLM's parser for reasoning text, such as qwen3; auto: by the model's family; none: reasoning is part of the answer.",
+        in_model(
+            "vLLM's parser for reasoning text, such as qwen3; auto: by the model's family; none: reasoning is part of the answer."
         ),
     ] = "auto"
 
     context_overflow: Annotated[
         ContextOverflow,
-        setting(
-            "Model",
+        in_model(
             "What an API call may leave out where its prompt does not fit: nothing (error), tools that the model cannot call by itself "
-            "or that are longer than the conversation (drop-tools), or the oldest turns as well (drop-oldest). The reply says what was left out.",
+            "or that are longer than the conversation (drop-tools), or the oldest turns as well (drop-oldest). The reply says what was left out."
         ),
     ] = "drop-tools"
 
     special_tokens_in_content: Annotated[
         SpecialTokensInContent,
-        setting(
-            "Model",
+        in_model(
             "What messages that write a special token, such as <|im_start|>, have: that token (keep, as vLLM), or its letters as any text (split). "
-            "Choose split where users, tools or documents are not trusted: with keep, their text can pass for the system's or end a message.",
+            "Choose split where users, tools or documents are not trusted: with keep, their text can pass for the system's or end a message."
         ),
     ] = "keep"
 
     embedding_model: Annotated[
         NonEmpty | None,
-        setting(
-            "Embeddings",
-            "Folder of an embedding model, or its name on a model hub: it answers /v1/embeddings, in a process of its own. Unset: none is served.",
+        in_embeddings(
+            "Folder of an embedding model, or its name on a model hub: it answers /v1/embeddings, in a process of its own. Unset: none is served."
         ),
     ] = None
     embedding_model_name: Annotated[
-        str,
-        setting("Embeddings", "Name that clients use for it; empty: the last part of its path."),
+        str, in_embeddings("Name that clients use for it; empty: the last part of its path.")
     ] = ""
     embedding_threads: Annotated[
-        int,
-        setting("Embeddings", "Processor cores that its process may use: the first ones.", ge=1),
+        int, in_embeddings("Processor cores that its process may use: the first ones.", ge=1)
     ] = 1
     embedding_kv_cache_gib: Annotated[
         PositiveNumber,
-        setting(
-            "Embeddings",
-            "Memory for what it keeps of inputs while it reads them, in GiB: the longest input is what fits.",
+        in_embeddings(
+            "Memory for what it keeps of inputs while it reads them, in GiB: the longest input is what fits."
         ),
     ] = 0.5
 
     titles: Annotated[
         Literal["auto", "model", "first-words"],
-        setting(
-            "Model",
+        in_model(
             "What names a conversation: the words that it begins with (first-words), or the model, once the engine is idle after the first "
-            "answer (model). auto: the model, but for the demo model, which is too small.",
+            "answer (model). auto: the model, but for the demo model, which is too small."
         ),
     ] = "auto"
 
     draft_prefill: Annotated[
         bool,
-        setting(
-            "KV tiers",
-            "Compute a question while it is typed, for users who allow it. Drafts are never stored or logged.",
+        in_kv_tiers(
+            "Compute a question while it is typed, for users who allow it. Drafts are never stored or logged."
         ),
     ] = False
 
     learned_advisories: Annotated[
         bool,
-        setting(
-            "KV tiers",
-            "Learn which agent's request follows which (X-Agent-Name), and warm its session in advance.",
+        in_kv_tiers(
+            "Learn which agent's request follows which (X-Agent-Name), and warm its session in advance."
         ),
     ] = False
 
     length_predictor: Annotated[
         str | None,
-        setting(
-            "Scheduling",
-            "Your own predictor of answer lengths, as module:Name; where it fails, ours answers.",
-        ),
+        in_scheduling("Your own predictor of answer lengths, as module:Name; where it fails, ours answers."),
     ] = None
     tenant_weights: Annotated[
         tuple[NonEmpty, ...],
-        setting(
-            "Scheduling", "Share of the owner of a key, as NAME=2 with the key's name; the others have 1."
-        ),
+        in_scheduling("Share of the owner of a key, as NAME=2 with the key's name; the others have 1."),
     ] = ()
     client_priority: Annotated[
-        bool,
-        setting("Scheduling", "Let clients put requests before those of others (priority below 0), too."),
+        bool, in_scheduling("Let clients put requests before those of others (priority below 0), too.")
     ] = False
 
     routing_policy: Annotated[
         RoutingChoice,
-        setting(
-            "Scheduling",
-            "Which of several nodes serves; auto: the least time added to all answers, once a node knows its speed.",
+        in_scheduling(
+            "Which of several nodes serves; auto: the least time added to all answers, once a node knows its speed."
         ),
     ] = "auto"
 
     adapters_dir: Annotated[
-        Path | None, setting("Adapters", "Folder with one LoRA adapter (PEFT format) in each subfolder.")
+        Path | None, in_adapters("Folder with one LoRA adapter (PEFT format) in each subfolder.")
     ] = None
     allow_adapter_loading: Annotated[
-        bool, setting("Adapters", "Let clients load and unload adapters while the server runs.")
+        bool, in_adapters("Let clients load and unload adapters while the server runs.")
     ] = False
 
     api_keys: Annotated[
         tuple[NonEmpty, ...],
-        setting(
-            "Access", "A key that clients must send. Others on this machine can see flags: prefer a key file."
-        ),
+        in_access("A key that clients must send. Others on this machine can see flags: prefer a key file."),
     ] = ()
     api_key_file: Annotated[
-        Path | None, setting("Access", "File of people and their hashed keys, from `overture users add`.")
+        Path | None, in_access("File of people and their hashed keys, from `overture users add`.")
     ] = None
     operator_keys: Annotated[
         tuple[NonEmpty, ...],
-        setting("Access", "A key like api_keys that may also read /metrics and change adapters."),
+        in_access("A key like api_keys that may also read /metrics and change adapters."),
     ] = ()
     metrics_by_user: Annotated[
         bool,
-        setting(
-            "Access",
-            "Let /metrics tell the tokens of each person, and how right the predicted lengths of their answers are.",
+        in_access(
+            "Let /metrics tell the tokens of each person, and how right the predicted lengths of their answers are."
         ),
     ] = False
     cors_origins: Annotated[
         tuple[NonEmpty, ...],
-        setting(
-            "Access",
-            "An origin whose pages may call the API, such as https://chat.example.org; none: CORS is off.",
+        in_access(
+            "An origin whose pages may call the API, such as https://chat.example.org; none: CORS is off."
         ),
     ] = ()
-    max_body_bytes: Annotated[int, setting("Access", "Largest HTTP body, in bytes.", ge=KIB)] = 16 * MIB
+    max_body_bytes: Annotated[int, in_access("Largest HTTP body, in bytes.", ge=KIB)] = 16 * MIB
     max_frame_bytes: Annotated[
-        int, setting("Access", "Largest chat socket frame, in bytes.", ge=KIB, le=16 * MIB)
+        int, in_access("Largest chat socket frame, in bytes.", ge=KIB, le=16 * MIB)
     ] = MIB
-    max_sockets: Annotated[int, setting("Access", "Most chat sockets open at once.", ge=1)] = 10_000
+    max_sockets: Annotated[int, in_access("Most chat sockets open at once.", ge=1)] = 10_000
     max_connections: Annotated[
         Positive | None,
-        setting("Access", "Most connections open at once; unset: what the limit of open files allows."),
+        in_access("Most connections open at once; unset: what the limit of open files allows."),
     ] = None
     max_connections_per_address: Annotated[
         Positive | None,
-        setting(
-            "Access",
-            "Most connections of one address that has shown no key; unset: half of all, at most 1024.",
-        ),
+        in_access("Most connections of one address that has shown no key; unset: half of all, at most 1024."),
     ] = None
     trusted_proxies: Annotated[
         tuple[NonEmpty, ...],
-        setting(
-            "Access",
-            "Address or network of a reverse proxy: the limit for one address does not apply to it or to this machine.",
+        in_access(
+            "Address or network of a reverse proxy: the limit for one address does not apply to it or to this machine."
         ),
     ] = ()
     trusted_user_header: Annotated[
         str,
-        setting(
-            "Access",
+        in_access(
             "Header by which a reverse proxy names the person whom it has signed in, such as X-Forwarded-User; "
-            "read from this machine and from --trusted-proxy only. Empty: no header is believed.",
+            "read from this machine and from --trusted-proxy only. Empty: no header is believed."
         ),
     ] = ""
     add_trusted_users: Annotated[
         bool,
-        setting(
-            "Access",
-            "Add a person whom the proxy or the OIDC provider names for the first time, as a member.",
-        ),
+        in_access("Add a person whom the proxy or the OIDC provider names for the first time, as a member."),
     ] = False
     oidc_issuer: Annotated[
         str,
-        setting(
-            "Access",
+        in_access(
             "OpenID Connect provider at which people may sign in, such as https://login.example.org; its settings must list "
-            "this server's /v1/sign-in/oidc/callback. Empty: none.",
+            "this server's /v1/sign-in/oidc/callback. Empty: none."
         ),
     ] = ""
-    oidc_client_id: Annotated[str, setting("Access", "What the provider calls this server.")] = ""
+    oidc_client_id: Annotated[str, in_access("What the provider calls this server.")] = ""
     oidc_client_secret_file: Annotated[
-        Path | None, setting("Access", "File of this server's secret there; unset: it has none (PKCE alone).")
+        Path | None, in_access("File of this server's secret there; unset: it has none (PKCE alone).")
     ] = None
     oidc_claim: Annotated[
         NonEmpty,
-        setting(
-            "Access",
+        in_access(
             "What the provider says of a person that is the person's name here: email (verified ones only), or another that people "
-            "cannot change by themselves.",
+            "cannot change by themselves."
         ),
     ] = "email"
     head_timeout_s: Annotated[
-        float, setting("Access", "Seconds in which a request's head must have arrived.", gt=0)
+        float, in_access("Seconds in which a request's head must have arrived.", gt=0)
     ] = 10.0
     body_timeout_s: Annotated[
-        float, setting("Access", "Seconds that a request's body may pause while it arrives.", gt=0)
+        float, in_access("Seconds that a request's body may pause while it arrives.", gt=0)
     ] = 20.0
     keepalive_timeout_s: Annotated[
-        float, setting("Access", "Seconds that a connection may be idle between two requests.", gt=0)
+        float, in_access("Seconds that a connection may be idle between two requests.", gt=0)
     ] = 75.0
 
     sources: dict[str, str] = msgspec.field(default_factory=dict)

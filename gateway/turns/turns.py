@@ -35,6 +35,7 @@ from gateway.nodes.adapter_names import known_adapter
 from gateway.people.usage import Usage, spent_by_turn
 from gateway.sessions import (
     BeginResult,
+    FinishResult,
     SessionStore,
     Turn,
     TurnStatus,
@@ -379,21 +380,9 @@ class Turns:
             self.usage.add(live.owner, spent_by_turn(final, live.question.content, len(live.generated)))
         how = _how_ended(live, final, error)
         try:
-            stored = await self._store.finish_turn(
-                live.owner,
-                live.session_id,
-                live.id,
-                answer=live.whole.text,
-                reasoning=live.whole.reasoning,
-                calls=live.whole.calls,
-                status=how.status,
-                finish_reason=how.finish_reason,
-                usage=how.usage,
-                timings=how.timings,
-                token_ids=_token_ids(live, final) if final and not error else b"",
-                home=self._home_of(tenant_of(live.owner), live.session_id),
-                now=self._now(),
-            )
+            token_ids = _token_ids(live, final) if final and not error else b""
+            home = self._home_of(tenant_of(live.owner), live.session_id)
+            stored = await self._store_end(live, how, token_ids=token_ids, home=home)
         except Exception as failure:
             # Whatever it is, the turn ends for those who follow it, and its session takes another one once this is stored.
             if not isinstance(failure, GatewayError):
@@ -415,25 +404,28 @@ class Turns:
         live.wake_followers()
         self._forget_later(live)
 
+    async def _store_end(
+        self, live: LiveTurn, how: _Ended, token_ids: bytes = b"", home: str = ""
+    ) -> FinishResult | None:
+        whole = live.whole
+        return await self._store.finish_turn(
+            *(live.owner, live.session_id, live.id),
+            **how._asdict(),
+            answer=whole.text,
+            reasoning=whole.reasoning,
+            calls=whole.calls,
+            token_ids=token_ids,
+            home=home,
+            now=self._now(),
+        )
+
     async def _store_failure(self, live: LiveTurn) -> None:
         """Mark as failed a turn whose end could not be stored; until that succeeds its session takes no other."""
         how = _how_ended(live, None, GatewayError("storage_failed", ""))
         for wait_s in itertools.chain(STORE_AGAIN_S, itertools.repeat(STORE_AGAIN_S[-1])):
             await asyncio.sleep(wait_s)
             try:
-                await self._store.finish_turn(
-                    live.owner,
-                    live.session_id,
-                    live.id,
-                    answer=live.whole.text,
-                    reasoning=live.whole.reasoning,
-                    calls=live.whole.calls,
-                    status=how.status,
-                    finish_reason=how.finish_reason,
-                    usage=how.usage,
-                    timings=how.timings,
-                    now=self._now(),
-                )
+                await self._store_end(live, how)
             except GatewayError as failure:
                 if failure.code == "draining":  # the store is closed; the next start marks the turn
                     return

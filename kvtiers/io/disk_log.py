@@ -35,18 +35,18 @@ from typing import Final
 
 from kvtiers.closing import going_on
 from kvtiers.errors import KvTiersError
+from kvtiers.io.block_read import BlockRead, ignore
 from kvtiers.io.disk_room import DiskRoom
 from kvtiers.io.files import Claim, Files, FileSystemRoom, is_full, is_same_file, prepare
 from kvtiers.io.log_contents import NEVER, BlockLocation, DiskStats, LogIndex
 from kvtiers.io.log_evictor import Evictor, reordered
-from kvtiers.io.log_reader import MAX_BYTES_IN_FLIGHT, READS_IN_FLIGHT, LogReader, ReadResult, ignore
+from kvtiers.io.log_reader import MAX_BYTES_IN_FLIGHT, READS_IN_FLIGHT, LogReader, ReadResult
 from kvtiers.io.log_writer import WRITE_BUFFER_BYTES, LogWriter
 from kvtiers.io.overwrite import overwrite
 from kvtiers.io.read_plan import RecordPlace
 from kvtiers.io.records import SEGMENT_HEADER_BYTES, Part, Record
 from kvtiers.io.scan import SegmentScan, live_blocks, scan_segment, segment_paths
 from kvtiers.io.segment import Segment
-from kvtiers.io.turns import Turn
 from kvtiers.io.workers import FileWorkers, to_the_end
 from kvtiers.keys import BlockKey, BlockShape
 
@@ -198,45 +198,21 @@ class DiskLog:
     # Reading.
 
     async def read(
-        self,
-        keys: Sequence[BlockKey],
-        part: Part,
-        *,
-        first_layer: int = 0,
-        end_layer: int | None = None,
-        on_layer: Callable[[int], None] = ignore,
-        on_bad: Callable[[int], None] = ignore,
-        on_bytes: Callable[[int], None] = ignore,
-        max_bytes_in_flight: int = MAX_BYTES_IN_FLIGHT,
-        is_use: bool = True,
-        turn: Turn | None = None,
+        self, wanted: BlockRead, *, max_bytes_in_flight: int = MAX_BYTES_IN_FLIGHT, is_use: bool = True
     ) -> ReadResult:
-        """Fill `part(i, layer)` for every key i and every layer from `first_layer` to before `end_layer` (None: to the last), in that order.
-
-        All callbacks but `part` are called on the loop, `on_bytes` also while a cancelled read ends. An error that a callback raises ends the read
-        and is raised here, in an ExceptionGroup if other reads were under way.
+        """Read blocks. An error of a callback is raised here, in an ExceptionGroup if other reads were under way.
 
         Args:
-            keys: the blocks.
-            part: returns a writable view of `layer_bytes` bytes; called in worker threads. Its memory belongs to the read until this returns or
-                raises, also for bad blocks; a cancelled read waits for the threads that still write into it.
-            first_layer: the first layer to read.
-            end_layer: the layer behind the last one; None: to the end.
-            on_layer: called once for each layer, in order, when it is verified for all blocks that are not bad.
-            on_bad: called with a block that will not come; the store has forgotten it.
-            on_bytes: called with the number of further bytes read, as `stats` counts them.
+            wanted: the blocks, and who is told of them; `on_bytes` counts as `stats` does.
             max_bytes_in_flight: bounds the memory of reads under way.
             is_use: whether the read counts as a use, for the order of eviction; a peer's read does not.
-            turn: is waited for before each batch; None: the read never gives way.
         """
         started_s = self._now()
-        entries = [self._contents.index.get(key) for key in keys]
+        entries = [self._contents.index.get(key) for key in wanted.keys]
         for entry in entries:
             if entry is not None and is_use:
                 entry.last_read_s = self._contents.used_s[entry.record.owner] = started_s
-        return await self._reader.read(
-            keys, entries, part, first_layer, end_layer, on_layer, on_bad, on_bytes, max_bytes_in_flight, turn
-        )
+        return await self._reader.read(wanted, entries, max_bytes_in_flight)
 
     # Writing.
 

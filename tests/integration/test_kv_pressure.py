@@ -50,6 +50,19 @@ async def conversation(node: LocalNode, session: int) -> tuple[list[list[int]], 
     return answers, sources
 
 
+async def rounds_until(
+    is_enough: Callable[[list[KvSources]], bool], node: LocalNode, undisturbed: list[list[list[int]]]
+) -> None:
+    """Play all sessions until what they found of their KV is enough. None may ever say anything else than undisturbed."""
+    for _ in range(MAX_ROUNDS):
+        spoken = await asyncio.gather(*(conversation(node, session) for session in range(NUM_SESSIONS)))
+        for session, (answers, _) in enumerate(spoken):
+            assert answers == undisturbed[session], f"session {session} said something else"
+        if is_enough([kv for _, kvs in spoken for kv in kvs]):
+            return
+    pytest.fail(f"{MAX_ROUNDS} rounds never came to use the tiers as this case wants it")
+
+
 class Faults(Files):
     """A disk that fails, flips bits, runs full and stalls, each now and then, by a fixed sequence."""
 
@@ -168,14 +181,9 @@ async def test_tokens_are_the_same_though_no_step_waits_for_copies(
     config = TiersConfig(host_bytes=host_blocks * BLOCK_BYTES)
     tiers = OnSlowDevice(config, policy=WaitsForTheDisk())
     async with engine(tiers, num_kv_blocks=NUM_DEVICE_BLOCKS, max_model_len=512) as node:
-        for _ in range(MAX_ROUNDS):
-            spoken = await asyncio.gather(*(conversation(node, session) for session in range(NUM_SESSIONS)))
-            for session, (answers, _) in enumerate(spoken):
-                assert answers == undisturbed[session], f"session {session} said something else"
-            if tiers.num_carried and any(kv.host for _, kvs in spoken for kv in kvs):
-                break
-        else:
-            pytest.fail(f"{MAX_ROUNDS} rounds had no restore beside the steps")
+        await rounds_until(
+            lambda kvs: tiers.num_carried > 0 and any(kv.host for kv in kvs), node, undisturbed
+        )
         if host_blocks == 200:
             await what_is_promoted_is_found_once_it_has_come(node, undisturbed[0])
         assert await node.run_on_engine(lambda driver: driver.engine.reset_prefix_cache())
@@ -242,14 +250,7 @@ async def test_tokens_are_the_same_under_memory_pressure(
     config = TiersConfig(host_bytes=host_blocks * BLOCK_BYTES, disk_bytes=disk_bytes, folder=tmp_path)
     tiers = KvTiers(config, files=Faults() if kind == "blind" else None, policy=policy)
     async with engine(tiers, num_kv_blocks=NUM_DEVICE_BLOCKS, max_model_len=512) as node:
-        for _ in range(MAX_ROUNDS):
-            spoken = await asyncio.gather(*(conversation(node, session) for session in range(NUM_SESSIONS)))
-            for session, (answers, _) in enumerate(spoken):
-                assert answers == undisturbed[session], f"session {session} said something else"
-            if is_shown(kind, tiers, [kv for _, kvs in spoken for kv in kvs]):
-                break
-        else:
-            pytest.fail(f"{MAX_ROUNDS} rounds never came to use the tier as this case wants it")
+        await rounds_until(lambda kvs: is_shown(kind, tiers, kvs), node, undisturbed)
         tiers.store.check_invariants()
         if kind == "default":
             await a_way_back_is_chosen_at_the_preemption_and_gone(node, tiers)

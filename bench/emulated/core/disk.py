@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from bench.emulated.core.clock import Clock
 from bench.emulated.core.links import SharedLink
 from bench.emulated.core.virtual_io import VirtualLoop
+from kvtiers.io.block_read import BlockRead
 from kvtiers.io.log_contents import DiskStats
 from kvtiers.io.log_reader import MAX_BYTES_IN_FLIGHT
 from kvtiers.io.records import Record
-from kvtiers.io.turns import Turn
 from kvtiers.keys import BlockKey, BlockShape
 
 
@@ -52,27 +52,18 @@ class EmulatedDisk:
         """Have these blocks at once, without moving bytes."""
         self._keys.update(keys)
 
-    async def read(
-        self,
-        keys: Sequence[BlockKey],
-        part: object,
-        *,
-        first_layer: int,
-        on_layer: Callable[[int], None],
-        on_bad: object,
-        on_bytes: Callable[[int], None],
-        turn: Turn,
-    ) -> None:
+    async def read(self, wanted: BlockRead) -> None:
         """Read one layer of all blocks after the other, as records lie on the disk, in portions, before each of which the read may give way."""
-        for layer in range(first_layer, self._shape.num_layers):
-            num_left = len(keys) * self._shape.layer_bytes
+        assert wanted.turn is not None
+        for layer in range(wanted.first_layer, self._shape.num_layers):
+            num_left = len(wanted.keys) * self._shape.layer_bytes
             while num_left:
-                await turn.wait()
+                await wanted.turn.wait()
                 num_bytes = min(num_left, MAX_BYTES_IN_FLIGHT)
-                on_bytes(num_bytes)
+                wanted.on_bytes(num_bytes)
                 await self._move(self.reader, num_bytes)
                 num_left -= num_bytes
-            on_layer(layer)
+            wanted.on_layer(layer)
 
     async def _move(self, link: SharedLink, num_bytes: int) -> None:
         """Move bytes to the end, even if the waiting task has been cancelled by then."""

@@ -36,7 +36,7 @@ from engine_bridge.protocol.engine_request import ANONYMOUS, EngineRequest, Requ
 from engine_bridge.settings.engine_config import EngineConfig
 from engine_bridge.settings.node_config import LocalNodeConfig
 from gateway.access.auth import tenant_of
-from gateway.advisories.advisories import Advisories, AdvisoryRecord, AdvisoryRequest, outcome_of
+from gateway.advisories.advisories import Advisories, AdvisoryRequest
 from gateway.advisories.drafts import Drafts
 from gateway.metrics.metrics import Metrics
 from gateway.sessions import SessionStore
@@ -101,7 +101,6 @@ class Ours(Engine):
             raise RuntimeError(f"the node left out {sorted(missing)}")
         self.log = self.on_engine(inside.note_steps)
         self._advisories, self._store = self.do(self._make_advisories())
-        self._records: list[AdvisoryRecord] = []
         self._predicted: dict[str, list[list[float]]] = {"step": [], "out": [], "back": []}
         self._numbers = itertools.count()
         self._num_broken = 0
@@ -191,15 +190,7 @@ class Ours(Engine):
         """Send the gateway's advisory of a person who types."""
         if self.tiers is None:
             return
-        record = self._advisories.submit(OWNER, AdvisoryRequest(session_id=session, **fields), "typing")
-        if record not in self._records:
-            self._records.append(record)
-
-    def accounts(self) -> list[dict[str, Any]]:
-        """How the advisories since the last call ended."""
-        over = [record for record in self._records if record.is_over]
-        self._records = [record for record in self._records if not record.is_over]
-        return [outcome_of(record.report) for record in over if record.report is not None]
+        self._advisories.submit(OWNER, AdvisoryRequest(session_id=session, **fields), "typing")
 
     def draft(self, tokens: list[int], tail: list[int], is_typed: bool) -> dict[str, Any]:
         """Return the TTFT of a pasted question whose text was computed before Enter, or was not."""

@@ -86,13 +86,13 @@ def machine() -> dict[str, Any]:
         "cpu": processor_name(),
         "cores": os.cpu_count(),
         "load_1m": round(os.getloadavg()[0], 2),
-        "commit": commit_of(Path()),
+        "commit": _commit(),
     }
 
 
-def commit_of(folder: Path) -> str:
-    """Return the short hash of a checkout's commit; "" where there is none, or no git."""
-    command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
+def _commit() -> str:
+    """Return the short hash of the commit that is checked out here; "" where there is none, or no git."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
     with suppress(FileNotFoundError):
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()
     return ""

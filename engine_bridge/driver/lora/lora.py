@@ -126,16 +126,6 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
         layer.set_lora, layer.reset_lora = set_and_pack, reset_and_forget
         self._packs[b_slices[0].data_ptr()] = packs
 
-    @property
-    def cached_bytes(self) -> int:
-        """The bytes of memory held for laid-out weights, over all layers and slots."""
-        return sum(
-            4 * pack.storage.numel()
-            for packs in self._packs.values()
-            for pack in packs
-            if isinstance(pack, SlotWeights)
-        )
-
     def update_metadata(
         self, mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **kwargs: Any
     ) -> None:

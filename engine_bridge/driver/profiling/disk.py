@@ -14,6 +14,7 @@ from pathlib import Path
 
 from engine_bridge.driver.profiling.budget import Budget
 from engine_bridge.settings.profile import DiskProfile
+from kvtiers.io.block_read import BlockRead
 from kvtiers.io.disk_log import DiskLog
 from kvtiers.io.files import AppendFile, Files
 from kvtiers.keys import KEY_BYTES, BlockKey, BlockShape
@@ -113,7 +114,7 @@ async def _read(
         if num_bytes >= MIN_BYTES and budget.is_over():
             break
         budget.say("disk: reading")
-        result = await log.read(keys, _parts(into, shape))
+        result = await log.read(BlockRead(keys, _parts(into, shape)))
         if result.bad:
             raise DiskUnmeasured("the disk did not give back what was written")
         num_bytes += result.bytes_read

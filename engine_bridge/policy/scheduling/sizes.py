@@ -65,7 +65,3 @@ class WeightedSize:
         sizes = (input_tokens, output_tokens, rank)
         largest = [max(size, old * self._fade, 1.0) for size, old in zip(sizes, self._maxima, strict=True)]
         self._maxima = (largest[0], largest[1], largest[2])
-
-    def weighted_size(self, input_tokens: float, output_tokens: float, rank: float) -> float:
-        """Return `Scale.weighted_size` on the present maxima. Changes no state."""
-        return self.scale.weighted_size(input_tokens, output_tokens, rank)

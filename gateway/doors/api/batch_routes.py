@@ -124,6 +124,4 @@ def _joined(replies: list[JsonReply]) -> web.Response:
     )
 
 
-def add_routes(app: web.Application) -> None:
-    """Add the route of batches."""
-    app.add_routes([web.post("/v1/chat/completions/batch", batch)])
+ROUTES = (web.post("/v1/chat/completions/batch", batch),)

@@ -59,6 +59,4 @@ def _check_model(services: Services, own: str, body: Any) -> None:
     raise GatewayError("unknown_model", unknown_model(named, [own]), param="model")
 
 
-def add_routes(app: web.Application) -> None:
-    """Add the route of embeddings."""
-    app.add_routes([web.post("/v1/embeddings", embeddings)])
+ROUTES = (web.post("/v1/embeddings", embeddings),)

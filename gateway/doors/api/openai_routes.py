@@ -464,22 +464,18 @@ def adapter_call(method: str) -> Callable[[web.Request], Awaitable[web.Response]
     return handle
 
 
-def add_routes(app: web.Application) -> None:
-    """Add the routes of OpenAI's and Anthropic's APIs."""
-    app.add_routes(
-        [
-            web.get("/v1/models", models),
-            web.get("/v1/models/{name:.+}", model),
-            web.post("/v1/chat/completions", endpoint("chat")),
-            web.post("/v1/completions", endpoint("completions")),
-            web.post("/invocations", endpoint(None)),
-            web.post("/v1/responses", endpoint("responses")),
-            web.post("/v1/messages", endpoint("messages")),
-            web.post("/v1/messages/count_tokens", endpoint("count_tokens")),
-            web.post("/tokenize", endpoint("tokenize")),
-            web.post("/detokenize", endpoint("detokenize")),
-            web.get("/tokenizer_info", tokenizer_info),
-            web.post("/v1/load_lora_adapter", adapter_call("load_adapter")),
-            web.post("/v1/unload_lora_adapter", adapter_call("unload_adapter")),
-        ]
-    )
+ROUTES = (
+    web.get("/v1/models", models),
+    web.get("/v1/models/{name:.+}", model),
+    web.post("/v1/chat/completions", endpoint("chat")),
+    web.post("/v1/completions", endpoint("completions")),
+    web.post("/invocations", endpoint(None)),
+    web.post("/v1/responses", endpoint("responses")),
+    web.post("/v1/messages", endpoint("messages")),
+    web.post("/v1/messages/count_tokens", endpoint("count_tokens")),
+    web.post("/tokenize", endpoint("tokenize")),
+    web.post("/detokenize", endpoint("detokenize")),
+    web.get("/tokenizer_info", tokenizer_info),
+    web.post("/v1/load_lora_adapter", adapter_call("load_adapter")),
+    web.post("/v1/unload_lora_adapter", adapter_call("unload_adapter")),
+)

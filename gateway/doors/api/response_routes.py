@@ -141,13 +141,9 @@ def _number(request: web.Request, name: str, default: int) -> int:
         raise GatewayError("bad_request", f"'{name}' must be a whole number.", param=name) from error
 
 
-def add_routes(app: web.Application) -> None:
-    """Add the routes of stored responses."""
-    app.add_routes(
-        [
-            web.get("/v1/responses/{id}", in_place(read)),
-            web.delete("/v1/responses/{id}", in_place(delete)),
-            web.post("/v1/responses/{id}/cancel", in_place(cancel)),
-            web.get("/v1/responses/{id}/input_items", in_place(input_items)),
-        ]
-    )
+ROUTES = (
+    web.get("/v1/responses/{id}", in_place(read)),
+    web.delete("/v1/responses/{id}", in_place(delete)),
+    web.post("/v1/responses/{id}/cancel", in_place(cancel)),
+    web.get("/v1/responses/{id}/input_items", in_place(input_items)),
+)

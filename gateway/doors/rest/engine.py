@@ -58,6 +58,4 @@ def _limit(request: web.Request) -> int:
     return min(int(given), MAX_LIMIT)
 
 
-def add_routes(app: web.Application) -> None:
-    """Adds the route with the engine's state, which the engine room reads."""
-    app.add_routes([web.get("/v1/engine/state", engine_state)])
+ROUTES = (web.get("/v1/engine/state", engine_state),)

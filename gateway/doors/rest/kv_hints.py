@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import time
 
-import msgspec
 from aiohttp import web
 
-from gateway.doors.http.bodies import json_body, json_reply
-from gateway.errors import GatewayError
+from gateway.doors.http.bodies import as_struct, json_body, json_reply
 from gateway.hints.kv_hints import Asker, KvHintRequest
 from gateway.hints.parsing import CallHints, read_envelope
 from gateway.nodes.adapter_names import known_adapter
@@ -28,10 +26,7 @@ async def create(request: web.Request) -> web.Response:
         items = [record.describe(time.monotonic()) for record in records]
         reply = {"message_id": str(body.get("message_id", "")), "hints": items}
         return json_reply(reply | {"num_ignored": len(found.noted)}, status=202)
-    try:
-        wanted = msgspec.convert(body, KvHintRequest)
-    except msgspec.ValidationError as error:
-        raise GatewayError("bad_request", f"The hint was not understood: {error}") from error
+    wanted = as_struct(body, KvHintRequest, "hint")
     adapter = known_adapter(services.node, wanted.model)
     assert adapter is None or isinstance(adapter, str)
     record = await services.kv_hints.submit(Asker(owner, asker.client, adapter), wanted)
@@ -52,12 +47,8 @@ async def delete(request: web.Request) -> web.Response:
     return web.Response(status=204)
 
 
-def add_routes(app: web.Application) -> None:
-    """Add the routes that create, read and take back hints of KV."""
-    app.add_routes(
-        [
-            web.post("/v1/kv_hints", create),
-            web.get("/v1/kv_hints/{id}", read),
-            web.delete("/v1/kv_hints/{id}", delete),
-        ]
-    )
+ROUTES = (
+    web.post("/v1/kv_hints", create),
+    web.get("/v1/kv_hints/{id}", read),
+    web.delete("/v1/kv_hints/{id}", delete),
+)

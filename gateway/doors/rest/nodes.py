@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import msgspec
 from aiohttp import web
 from msgspec import Meta, Struct
 
-from gateway.doors.http.bodies import json_body, json_reply
-from gateway.errors import GatewayError
+from gateway.doors.http.bodies import json_reply, struct_body
 from gateway.nodes.node_states import listed
 from gateway.services import SERVICES
 
@@ -65,21 +63,14 @@ async def _change(request: web.Request) -> NodeChange:
     services = request.app[SERVICES]
     principal = services.admit(request)
     services.check_operator(principal, CHANGING)
-    try:
-        change = msgspec.convert(await json_body(request) if request.can_read_body else {}, NodeChange)
-    except msgspec.ValidationError as error:
-        raise GatewayError("bad_request", f"The body was not understood: {error}") from error
+    change = await struct_body(request, NodeChange)
     services.note_operator(request, principal)
     return change
 
 
-def add_routes(app: web.Application) -> None:
-    """Adds the routes that list, drain, restart and reopen nodes."""
-    app.add_routes(
-        [
-            web.get("/v1/nodes", list_nodes),
-            web.post("/v1/nodes/{id}/drain", drain),
-            web.post("/v1/nodes/{id}/restart", restart),
-            web.post("/v1/nodes/{id}/reopen", reopen),
-        ]
-    )
+ROUTES = (
+    web.get("/v1/nodes", list_nodes),
+    web.post("/v1/nodes/{id}/drain", drain),
+    web.post("/v1/nodes/{id}/restart", restart),
+    web.post("/v1/nodes/{id}/reopen", reopen),
+)

@@ -124,8 +124,8 @@ def _problem(request: web.Request, error: GatewayError) -> web.Response:
     return web.Response(text=text, content_type="text/html", status=error.http_status, headers=PAGE_HEADERS)
 
 
-def add_routes(app: web.Application) -> None:
-    """Add the routes of signing in at a provider."""
-    app.add_routes(
-        [web.get("/v1/sign-in", ways_in), web.get(BEGIN, begin), web.get(CALLBACK, callback)],
-    )
+ROUTES = (
+    web.get("/v1/sign-in", ways_in),
+    web.get(BEGIN, begin),
+    web.get(CALLBACK, callback),
+)

@@ -12,7 +12,7 @@ from msgspec import UNSET, Struct, UnsetType, structs
 from gateway.access.auth import Principal
 from gateway.access.key_file import ID_CHARS, KeyLine
 from gateway.access.person_limits import Limit, PersonLimits
-from gateway.doors.http.bodies import _struct_body, json_reply
+from gateway.doors.http.bodies import json_reply, struct_body
 from gateway.doors.http.key_changes import cut_off
 from gateway.doors.rest.people_changes import change, erase, key_file_of, people_of, person_of
 from gateway.doors.rest.transfers import saved_as
@@ -137,7 +137,7 @@ def _entry(services: Services, person: Person, stored: dict[str, tuple[int, int]
 async def add_person(request: web.Request) -> web.Response:
     """Handle `POST /v1/admin/people`: add a person with a first key."""
     services, principal = _operator(request)
-    body = await _struct_body(request, NewPerson)
+    body = await struct_body(request, NewPerson)
 
     def work(roll: Roll) -> tuple[Person, str]:
         """Add the person and return it with the key."""
@@ -152,7 +152,7 @@ async def add_person(request: web.Request) -> web.Response:
 async def patch_person(request: web.Request) -> web.Response:
     """Handle `PATCH /v1/admin/people/{id}`: disable or enable a person, or change the person's limits."""
     services, principal = _operator(request)
-    body: ChangedPerson = await _struct_body(request, ChangedPerson)
+    body = await struct_body(request, ChangedPerson)
 
     def work(roll: Roll) -> Person:
         """Change the person and return it as it is then."""
@@ -376,19 +376,15 @@ def _note(
     request.app[SERVICES].audit.note(entry)
 
 
-def add_routes(app: web.Application) -> None:
-    """Add the routes of people."""
-    app.add_routes(
-        [
-            web.get("/v1/admin/people", list_people),
-            web.post("/v1/admin/people", add_person),
-            web.patch("/v1/admin/people/{id}", patch_person),
-            web.delete("/v1/admin/people/{id}", delete_person),
-            web.get("/v1/admin/people/{id}/export", export_person),
-            web.post("/v1/admin/people/{id}/keys", add_key),
-            web.post("/v1/admin/people/{id}/sign-in-link", make_link),
-            web.delete("/v1/admin/people/{id}/sign-ins", end_sign_ins),
-            web.post("/v1/admin/people/{id}/keys/{key}/replace", replace_key),
-            web.delete("/v1/admin/people/{id}/keys/{key}", revoke_key),
-        ]
-    )
+ROUTES = (
+    web.get("/v1/admin/people", list_people),
+    web.post("/v1/admin/people", add_person),
+    web.patch("/v1/admin/people/{id}", patch_person),
+    web.delete("/v1/admin/people/{id}", delete_person),
+    web.get("/v1/admin/people/{id}/export", export_person),
+    web.post("/v1/admin/people/{id}/keys", add_key),
+    web.post("/v1/admin/people/{id}/sign-in-link", make_link),
+    web.delete("/v1/admin/people/{id}/sign-ins", end_sign_ins),
+    web.post("/v1/admin/people/{id}/keys/{key}/replace", replace_key),
+    web.delete("/v1/admin/people/{id}/keys/{key}", revoke_key),
+)

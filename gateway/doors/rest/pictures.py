@@ -50,11 +50,7 @@ def picture_reply(picture: Picture, caching: str) -> web.Response:
     return web.Response(body=picture.data, content_type=picture.media_type, headers=headers)
 
 
-def add_routes(app: web.Application) -> None:
-    """Adds the routes that store and return pictures."""
-    app.add_routes(
-        [
-            web.post("/api/pictures", in_place(store_picture)),
-            web.get("/api/pictures/{id}", in_place(read_picture)),
-        ]
-    )
+ROUTES = (
+    web.post("/api/pictures", in_place(store_picture)),
+    web.get("/api/pictures/{id}", in_place(read_picture)),
+)

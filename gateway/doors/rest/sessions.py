@@ -11,7 +11,7 @@ from aiohttp import web
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from gateway.access.auth import tenant_of
-from gateway.doors.http.bodies import _struct_body, in_place, json_reply
+from gateway.doors.http.bodies import in_place, json_reply, struct_body
 from gateway.doors.pages.serving import manifest, page, sandbox, static_file
 from gateway.doors.rest.health import healthz, metrics, readyz
 from gateway.doors.rest.shelf import SHELF
@@ -74,7 +74,7 @@ async def create_session(request: web.Request) -> web.Response:
     """Handle `POST /api/sessions`."""
     services = request.app[SERVICES]
     owner = services.admit(request).owner
-    body = await _struct_body(request, CreateSession)
+    body = await struct_body(request, CreateSession)
     adapter = services.turns.known_adapter(body.adapter) if body.adapter else None
     session = await services.store.create_session(
         owner, title=body.title, adapter=adapter or None, settings=body.settings, now=time.time()
@@ -94,7 +94,7 @@ async def patch_session(request: web.Request) -> web.Response:
     """Handle `PATCH /api/sessions/{id}`: change the fields that the body names."""
     services = request.app[SERVICES]
     owner = services.admit(request).owner
-    body = await _struct_body(request, PatchSession)
+    body = await struct_body(request, PatchSession)
     session_id = request.match_info["id"]
     summary = await services.store.patch(
         owner,
@@ -121,7 +121,7 @@ async def choose_version(request: web.Request) -> web.Response:
     """
     services = request.app[SERVICES]
     owner = services.admit(request).owner
-    body = await _struct_body(request, ChooseVersion)
+    body = await struct_body(request, ChooseVersion)
     session_id = request.match_info["id"]
     session = await services.store.choose_version(owner, session_id, body.turn_id)
     services.advisories.end_session(owner, session_id)
@@ -185,27 +185,23 @@ def _int_query(request: web.Request, name: str, default: int) -> int:
 # -- the page --------------------------------------------------------------------------------------------------------
 
 
-def add_routes(app: web.Application) -> None:
-    """Add the routes of sessions and models, and the pages."""
-    app.add_routes(
-        [
-            web.get("/", page("index.html")),
-            web.get("/engine", page("engine.html")),
-            web.get("/admin", page("admin.html")),
-            web.get("/manifest.webmanifest", manifest),
-            web.get("/sandbox", sandbox),
-            web.get("/static/{path:.+}", static_file),
-            web.get("/api/sessions", in_place(list_sessions)),
-            web.post("/api/sessions", in_place(create_session)),
-            web.get("/api/sessions/{id}", in_place(read_session)),
-            web.patch("/api/sessions/{id}", in_place(patch_session)),
-            web.delete("/api/sessions/{id}", in_place(delete_session)),
-            web.post("/api/sessions/{id}/restore", in_place(restore_session)),
-            web.post("/api/sessions/{id}/choose", in_place(choose_version)),
-            web.delete("/api/sessions/{id}/turns/{turn_id}", in_place(discard_turn)),
-            web.get("/api/models", list_models),
-            web.get("/healthz", healthz),
-            web.get("/readyz", readyz),
-            web.get("/metrics", metrics),
-        ]
-    )
+ROUTES = (
+    web.get("/", page("index.html")),
+    web.get("/engine", page("engine.html")),
+    web.get("/admin", page("admin.html")),
+    web.get("/manifest.webmanifest", manifest),
+    web.get("/sandbox", sandbox),
+    web.get("/static/{path:.+}", static_file),
+    web.get("/api/sessions", in_place(list_sessions)),
+    web.post("/api/sessions", in_place(create_session)),
+    web.get("/api/sessions/{id}", in_place(read_session)),
+    web.patch("/api/sessions/{id}", in_place(patch_session)),
+    web.delete("/api/sessions/{id}", in_place(delete_session)),
+    web.post("/api/sessions/{id}/restore", in_place(restore_session)),
+    web.post("/api/sessions/{id}/choose", in_place(choose_version)),
+    web.delete("/api/sessions/{id}/turns/{turn_id}", in_place(discard_turn)),
+    web.get("/api/models", list_models),
+    web.get("/healthz", healthz),
+    web.get("/readyz", readyz),
+    web.get("/metrics", metrics),
+)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from gateway.doors.http.bodies import in_place, json_body, json_reply
+from gateway.doors.http.bodies import as_struct, in_place, json_body, json_reply
 from gateway.doors.rest.pictures import picture_reply
 from gateway.errors import GatewayError
 from gateway.services import SERVICES
@@ -128,18 +127,11 @@ async def put_preset(request: web.Request) -> web.Response:
     preset_id = request.match_info["id"]
     if not is_id(preset_id):
         raise GatewayError("bad_request", "This cannot be the id of a preset.", param="id")
-    body = _preset_of(await json_body(request))
+    body = as_struct(await json_body(request), PresetBody)
     if body.is_shared and not services.keys.is_operator(principal):
         raise GatewayError("forbidden", "Only an operator may share presets.", param="is_shared")
     await asyncio.to_thread(request.app[SHELF].put, principal.owner, preset_id, body)
     return web.Response(status=204)
-
-
-def _preset_of(body: Any) -> PresetBody:
-    try:
-        return msgspec.convert(body, PresetBody)
-    except msgspec.ValidationError as error:
-        raise GatewayError("bad_request", f"The body was not understood: {error}") from error
 
 
 async def delete_preset(request: web.Request) -> web.Response:

@@ -116,12 +116,8 @@ def _note(request: web.Request, what: What, principal: Principal, about: str = "
     request.app[SERVICES].audit.note(entry)
 
 
-def add_routes(app: web.Application) -> None:
-    """Add the routes of signing in and out, and their page."""
-    app.add_routes(
-        [
-            web.get("/sign-in", page("sign-in.html")),
-            web.post("/v1/sign-in", sign_in),
-            web.post("/v1/sign-out", sign_out),
-        ]
-    )
+ROUTES = (
+    web.get("/sign-in", page("sign-in.html")),
+    web.post("/v1/sign-in", sign_in),
+    web.post("/v1/sign-out", sign_out),
+)

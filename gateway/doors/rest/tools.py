@@ -67,6 +67,4 @@ def _why_off(services: Services) -> str | None:
     return "This model is not known to call tools, so none are offered (--tool-parser)."
 
 
-def add_routes(app: web.Application) -> None:
-    """Add the route of tools."""
-    app.add_routes([web.get("/api/tools", list_tools)])
+ROUTES = (web.get("/api/tools", list_tools),)

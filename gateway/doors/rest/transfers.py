@@ -66,11 +66,7 @@ async def import_session(request: web.Request) -> web.Response:
     return json_reply(session, status=201)
 
 
-def add_routes(app: web.Application) -> None:
-    """Adds the routes that export and import conversations."""
-    app.add_routes(
-        [
-            web.get("/api/sessions/{id}/export", in_place(export_session)),
-            web.post("/api/sessions/import", in_place(import_session)),
-        ]
-    )
+ROUTES = (
+    web.get("/api/sessions/{id}/export", in_place(export_session)),
+    web.post("/api/sessions/import", in_place(import_session)),
+)

@@ -104,6 +104,4 @@ def _days(request: web.Request) -> int:
     raise GatewayError("bad_request", f"'days' must be a whole number from 1 to {MAX_DAYS}.", param="days")
 
 
-def add_routes(app: web.Application) -> None:
-    """Add the route of usage."""
-    app.add_routes([web.get("/v1/usage", read_usage)])
+ROUTES = (web.get("/v1/usage", read_usage),)

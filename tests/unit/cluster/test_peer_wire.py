@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from engine_bridge.cluster import peer_wire
 from engine_bridge.cluster.peer_wire import Cut, Done, Offer, Parts, PeerFault, PeerFrames, WireError
+from kvtiers.io.block_read import BlockRead
 from kvtiers.keys import BlockKey, BlockShape
 
 SHAPE = BlockShape(num_layers=2, layer_bytes=16)
@@ -26,7 +27,8 @@ class Asking:
         self.bad: list[int] = []
         self.frames = PeerFrames(peer_wire.ToAsker)
         hears = (self.layers.append, self.bad.append, self.bytes.append)
-        self.question = peer_wire.BorrowerSide(TOKEN, NONCE, "same", SHAPE, KEYS, self._part, 0, *hears)
+        wanted = BlockRead(KEYS, self._part, 0, None, *hears)
+        self.question = peer_wire.BorrowerSide(TOKEN, NONCE, "same", SHAPE, wanted)
 
     def _part(self, block: int, layer: int) -> memoryview:
         return memoryview(self.memory[block, layer])

@@ -18,6 +18,13 @@ from engine_bridge.settings.engine_config import EngineConfig
 from gateway.settings.config import DEMO_MODEL_DIR
 
 
+def demo(**settings: Any) -> EngineConfig:
+    """The settings of an engine with the demo model."""
+    return EngineConfig(
+        **{"model": str(DEMO_MODEL_DIR), "served_model_name": "demo", "device": "cpu"} | settings
+    )
+
+
 def test_values_have_the_types_that_vllm_gives_them() -> None:
     given = ["cpu-offload-gb=4", 'hf_overrides={"a": 1}', "disable_cascade_attn=true", "enable-eplb=0"]
     found = {"cpu_offload_gb": 4.0, "hf_overrides": {"a": 1}}
@@ -40,7 +47,7 @@ def test_a_kv_cache_has_the_size_that_was_said(monkeypatch: pytest.MonkeyPatch) 
         ("cuda", {}, None),  # what its share of memory leaves
     ):
         monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-        config = EngineConfig(model=str(DEMO_MODEL_DIR), served_model_name="demo", device=device, **settings)
+        config = demo(device=device, **settings)
         assert engine_args(config, None).kv_cache_memory_bytes == num_bytes
         assert ("VLLM_CPU_KVCACHE_SPACE" in os.environ) == (device == "cuda" or not settings)
 
@@ -52,9 +59,7 @@ def test_on_a_gpu_vllm_chooses_how_many_requests_a_batch_holds() -> None:
         ("cuda", None, None, 256),  # 256 to 1,024, by the GPU's memory
         ("cuda", 700, 700, 700),
     ):
-        config = EngineConfig(
-            model=str(DEMO_MODEL_DIR), served_model_name="demo", device=device, max_num_seqs=wished
-        )
+        config = demo(device=device, max_num_seqs=wished)
         args = engine_args(config, None)
         assert args.max_num_seqs == batch
         assert config.grammar_bytes == max(1 << 30, sure * (16 << 20))
@@ -77,9 +82,7 @@ def test_a_gpus_kernels_are_kept_in_the_data_folder_unless_the_user_says_where(
 
 def test_steps_are_scheduled_ahead_as_vllm_would_unless_the_device_rules_it_out() -> None:
     def given(device: str, *arguments: str) -> bool | None:
-        config = EngineConfig(
-            model=str(DEMO_MODEL_DIR), served_model_name="demo", device=device, engine_args=arguments
-        )
+        config = demo(device=device, engine_args=arguments)
         asked: bool | None = engine_args(config, None).async_scheduling
         return asked
 
@@ -92,9 +95,7 @@ def test_steps_are_scheduled_ahead_as_vllm_would_unless_the_device_rules_it_out(
 
 
 def test_a_model_that_cannot_be_split_so_is_refused_with_what_helps() -> None:
-    config = EngineConfig(
-        model=str(DEMO_MODEL_DIR), served_model_name="demo", device="cpu", tensor_parallel_size=3
-    )
+    config = demo(tensor_parallel_size=3)
     with pytest.raises(
         UnusableModel, match=r"attention heads .* Choose a --tensor-parallel-size that divides it"
     ):
@@ -103,14 +104,7 @@ def test_a_model_that_cannot_be_split_so_is_refused_with_what_helps() -> None:
 
 @pytest.mark.parametrize("drafts", [None, '{"method": "ngram", "num_speculative_tokens": 3}'])
 def test_experts_that_a_model_lacks_are_refused_with_what_helps(drafts: str | None) -> None:
-    config = EngineConfig(
-        model=str(DEMO_MODEL_DIR),
-        served_model_name="demo",
-        device="cpu",
-        tensor_parallel_size=2,
-        enable_expert_parallel=True,
-        speculative_config=drafts,
-    )
+    config = demo(tensor_parallel_size=2, enable_expert_parallel=True, speculative_config=drafts)
     with pytest.raises(UnusableModel, match="this model has none") as refused:
         configuration_of(engine_args(config, None))
     assert refused.value.remedy == "Take away --enable-expert-parallel"
@@ -127,12 +121,7 @@ def test_experts_that_a_model_lacks_are_refused_with_what_helps(drafts: str | No
     ],
 )
 def test_drafts_that_a_model_cannot_have_are_refused_with_what_helps(drafts: Any, why: str) -> None:
-    config = EngineConfig(
-        model=str(DEMO_MODEL_DIR),
-        served_model_name="demo",
-        device="cpu",
-        speculative_config=json.dumps(drafts),
-    )
+    config = demo(speculative_config=json.dumps(drafts))
     with pytest.raises(UnusableModel, match=why) as refused:
         configuration_of(engine_args(config, None))
     assert "--speculative-config" in refused.value.remedy
@@ -156,11 +145,10 @@ def test_the_doctor_is_told_why_a_model_cannot_be_served(
 ) -> None:
     folder = tmp_path / "model"
     shutil.copytree(DEMO_MODEL_DIR, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    settings = {"model": str(folder), "served_model_name": "demo", "device": "cpu"}
-    assert "left_out" in told(EngineConfig(**settings))
+    assert "left_out" in told(demo(model=str(folder)))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changed))
-    found = told(EngineConfig(**settings))["why"]
+    found = told(demo(model=str(folder)))["why"]
     assert why in found and "Supported architectures" not in found
 
 

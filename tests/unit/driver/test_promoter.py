@@ -81,6 +81,16 @@ class Bench(Stored):
         self.promoter.remember(left)  # type: ignore[arg-type]  # all that it looks at
         self.promoter.advise(Advisory(advisory_id=session, session_id=session), (), None, lambda report: None)
 
+    def announce(self, session: str, keys: Sequence[bytes]) -> None:
+        """Have host memory hold these blocks, and a request of their session be announced."""
+        self.save(session, keys)
+        self.expect(session, keys)
+
+    def advance(self) -> None:
+        """Promote until there is nothing left to do before a copy comes."""
+        while self.promoter.has_work():
+            self.promoter.advance()
+
     def check_device(self, keys: Sequence[bytes]) -> None:
         """The blocks that the engine would take for these hold what they should, in each layer."""
         for key in keys:
@@ -182,10 +192,8 @@ def num_free(bench: Bench) -> int:
 def test_what_a_device_copies_later_stays_in_host_memory_until_then() -> None:
     keys = keys_of("a", 4)
     with closing(Bench()) as bench:
-        bench.save("a", keys)
-        bench.expect("a", keys)
-        while bench.promoter.has_work():
-            bench.promoter.advance()
+        bench.announce("a", keys)
+        bench.advance()
         bench.promoter.retract("a", is_expired=False)
         assert bench.save("b", keys_of("b", 8)) == 7, "the rest of host memory; a piece is one block of this"
         bench.arrive()
@@ -196,8 +204,7 @@ def test_what_a_device_copies_later_stays_in_host_memory_until_then() -> None:
 def test_blocks_that_a_device_fills_later_are_found_and_free_only_then() -> None:
     keys = keys_of("a", 4)
     with closing(Bench()) as bench:
-        bench.save("a", keys)
-        bench.expect("a", keys)
+        bench.announce("a", keys)
         for num_there in range(len(keys)):
             while not bench.copier.waiting:
                 assert bench.promoter.has_work()
@@ -215,8 +222,7 @@ def test_a_cpu_s_copies_are_found_when_the_promoter_returns() -> None:
     keys = keys_of("a", 4)
     with closing(Bench()) as bench:
         bench.tiers.copier = CpuCopier(bench.device, bench.store.pool.region)
-        bench.save("a", keys)
-        bench.expect("a", keys)
+        bench.announce("a", keys)
         while bench.promoter.has_work():
             bench.promoter.advance()
             assert not bench.held.num_open
@@ -227,8 +233,7 @@ def test_a_cpu_s_copies_are_found_when_the_promoter_returns() -> None:
 def test_blocks_that_cannot_be_filled_are_free_again_and_never_found(fails: str) -> None:
     keys = keys_of("a", 4)
     with closing(Bench()) as bench:
-        bench.save("a", keys)
-        bench.expect("a", keys)
+        bench.announce("a", keys)
         bench.copier.has_failed = fails == "later"
         if fails == "at once":
             bench.copier.to_device = lambda *args: 1 / 0  # type: ignore[assignment, method-assign]
@@ -244,8 +249,7 @@ def test_a_block_that_cannot_be_registered_costs_the_advice_and_no_step(
 ) -> None:
     keys = keys_of("a", 4)
     with closing(Bench()) as bench:
-        bench.save("a", keys)
-        bench.expect("a", keys)
+        bench.announce("a", keys)
         bench.promoter.advance()
         monkeypatch.setattr(bench.pool, "cache_full_blocks", lambda **asked: 1 / 0)
         bench.arrive()
@@ -270,10 +274,8 @@ def test_idle_blocks_are_taken_first_but_not_those_that_others_begin_with_or_use
     with closing(Bench(num_host_blocks=64)) as bench:
         bench.tiers.copier = CpuCopier(bench.device, bench.store.pool.region)
         for session, keys in (("a", [*shared, *own]), ("b", [*shared, *others])):
-            bench.save(session, keys)
-            bench.expect(session, keys)
-            while bench.promoter.has_work():
-                bench.promoter.advance()
+            bench.announce(session, keys)
+            bench.advance()
             bench.promoter.retract(session, is_expired=False)
         (used,) = bench.pool.get_cached_block(own[0], [0])
         bench.pool.touch([used])

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from engine_bridge.settings.machine import Machine
+from gateway import packages
 from gateway.cli import cli, main
 from gateway.commands import remedies
 from gateway.commands.doctor import _folders, at_start, switched_off
@@ -46,7 +47,7 @@ def moved(*, is_vital: bool) -> dict[str, Any]:
 
 
 def advice(device: str = "cpu", machine: Machine = MACHINE, model: ModelFacts = MODEL, **gib: float) -> str:
-    build = remedies.CPU_BUILD
+    build = packages.CPU_BUILD
     found = remedies.advice(device, machine, build, model, GIB, gib.get("kv_host_gib", 2.0), is_checkout=True)
     return "\n".join(f"{each.problem}: {each.remedy}" for each in found)
 
@@ -88,7 +89,7 @@ def test_an_error_of_the_start_is_followed_by_what_to_do() -> None:
 def test_a_machine_in_order_gets_no_findings() -> None:
     assert not list(remedies.about_vllm("", [moved(is_vital=False)], "cpu", is_checkout=True))
     assert not list(remedies.about_folder("data folder", "/x", "", "--data-dir"))
-    assert not list(remedies.about_device("cuda", WITH_GPU, remedies.CUDA_BUILD, 1, is_checkout=True))
+    assert not list(remedies.about_device("cuda", WITH_GPU, packages.CUDA_BUILD, 1, is_checkout=True))
     assert not list(remedies.about_model(MODEL))
     assert not list(remedies.about_disk("/x", 9 * GIB, 8.0))
     assert not list(remedies.about_full_disk("/x", 1 * GIB))
@@ -106,9 +107,9 @@ def test_each_fault_is_found_with_a_remedy_that_fits_the_installation() -> None:
     (missing,) = remedies.about_vllm("No module", [], "cpu", is_checkout=False)
     documented = (Path(remedies.__file__).parents[2] / "docs" / "install.md").read_text()
     assert all(step in missing.remedy and f"\n{step}\n" in documented for step in remedies.CPU_STEPS)
-    no_gpu, cpu_build = remedies.about_device("cuda", MACHINE, remedies.CPU_BUILD, 1, is_checkout=True)
+    no_gpu, cpu_build = remedies.about_device("cuda", MACHINE, packages.CPU_BUILD, 1, is_checkout=True)
     assert "--device cpu" in no_gpu.remedy and "DEVICE=cuda" in cpu_build.remedy
-    assert not list(remedies.about_device("cpu", MACHINE, remedies.CPU_BUILD, 1, is_checkout=True))
+    assert not list(remedies.about_device("cpu", MACHINE, packages.CPU_BUILD, 1, is_checkout=True))
     assert "--kv-host-gib and --kv-cache-gib" in advice(kv_host_gib=16.0)
     assert "--kv-cache-gib" not in advice("cuda", WITH_GPU, kv_host_gib=16.0)
 

@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 
 from kvtiers.errors import StoreBusy, StoreUnusable
+from kvtiers.io.block_read import BlockRead
 from kvtiers.io.disk_log import RETRY_AFTER_S, DiskLog
 from kvtiers.io.disk_room import GROW_AFTER_S
 from kvtiers.io.files import AppendFile, Files, FileSystemRoom
@@ -82,7 +83,9 @@ class Reader:
         self.layers.append(layer)
 
     async def run(self, log: DiskLog) -> ReadResult:
-        result = await log.read(self.keys, self.part, on_layer=self.on_layer, on_bad=self.bad.append)
+        result = await log.read(
+            BlockRead(self.keys, self.part, on_layer=self.on_layer, on_bad=self.bad.append)
+        )
         assert self.layers == list(range(SHAPE.num_layers))
         assert sorted(self.bad) == list(result.bad)
         for block, block_key in enumerate(self.keys):

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kvtiers.io.block_read import BlockRead
 from kvtiers.io.disk_log import DiskLog
 from kvtiers.io.files import AppendFile, Files
 from kvtiers.io.records import ALIGNMENT_BYTES
@@ -120,7 +121,7 @@ class DiskLogMachine(RuleBasedStateMachine):
             return memoryview(buffers[i])[start : start + SHAPE.layer_bytes]
 
         keys = [KEYS[block] for block in blocks]
-        result = self.runner.run(self.log.read(keys, part, max_bytes_in_flight=max_bytes))
+        result = self.runner.run(self.log.read(BlockRead(keys, part), max_bytes_in_flight=max_bytes))
         for i, block in enumerate(blocks):
             if i in result.bad:
                 assert not there[i] or self.is_damaged

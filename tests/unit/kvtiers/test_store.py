@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvtiers.blocks import Stage
 from kvtiers.io import log_reader
+from kvtiers.io.block_read import BlockRead
 from kvtiers.io.files import Files
 from kvtiers.keys import BlockKey, BlockShape
 from kvtiers.policy.eviction import ByValue, EvictionPolicy, Lru
@@ -364,16 +365,14 @@ class GivenUpPeer:
     def __init__(self) -> None:
         self.is_asked = threading.Event()
 
-    async def read(
-        self, keys: Sequence[BlockKey], *_: Any, on_layer: Any, on_bad: Any, **others: Any
-    ) -> None:
+    async def read(self, wanted: BlockRead) -> None:
         self.is_asked.set()
         try:
             await asyncio.Event().wait()
         finally:
-            on_layer(0)
-            for index in range(len(keys)):
-                on_bad(index)
+            wanted.on_layer(0)
+            for index in range(len(wanted.keys)):
+                wanted.on_bad(index)
 
 
 def test_how_a_stage_stands_is_told_by_the_speeds_of_all_that_it_waits_for(tiers: Tiers) -> None:

@@ -16,12 +16,12 @@ def test_a_giant_flattens_the_others_for_a_while_only() -> None:
     sizes = WeightedSize()
     for _ in range(100):
         sizes.seen(100, 100, 8)
-    before = sizes.weighted_size(100, 100, 8)
+    before = sizes.scale.weighted_size(100, 100, 8)
     sizes.seen(100_000, 100, 8)
-    assert sizes.weighted_size(100, 100, 8) < before - 0.29
+    assert sizes.scale.weighted_size(100, 100, 8) < before - 0.29
     for _ in range(10 * HALF_LIFE_REQUESTS):  # 1,000 fold is ten halvings
         sizes.seen(100, 100, 8)
-    assert sizes.weighted_size(100, 100, 8) == pytest.approx(before)
+    assert sizes.scale.weighted_size(100, 100, 8) == pytest.approx(before)
 
 
 def within(sizes: Sequence[float], centroids: Sequence[float]) -> float:
