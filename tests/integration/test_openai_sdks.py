@@ -376,6 +376,23 @@ async def test_what_looks_like_a_call_stays_text_where_no_tool_is_offered(claude
         await said_twice(claude, **wish, tool_choice={"type": "any"})
 
 
+async def test_a_tool_runner_sends_whole_conversations_as_the_server_holds_none(claude: Claude) -> None:
+    """A runner of Anthropic's SDK asks the server first to hold its conversation, and then sends new messages alone."""
+
+    @anthropic.beta_async_tool
+    async def get_weather(city: str) -> str:
+        """The weather of a city."""
+        return f"sunny in {city}, 21 degrees"
+
+    wish: Any = {"model": MODEL, "max_tokens": 96, "messages": PARIS, "extra_body": GREEDY}
+    runner = claude.beta.messages.tool_runner(**wish, tools=[get_weather])
+    reply = await runner.until_done()
+    assert "Paris" in reply.content[0].text and "sunny" in reply.content[0].text
+    assert reply.usage.input_tokens + (reply.usage.cache_read_input_tokens or 0) > 80, "it has the question"
+    with pytest.raises(anthropic.BadRequestError, match="without `thread`"):
+        await claude.beta.messages.thread(model=MODEL, max_tokens=9).send(HELLO[0])
+
+
 async def test_an_answer_that_the_client_has_begun_is_continued(claude: Claude) -> None:
     asked: Any = {"role": "user", "content": "Hello! My name is Ada."}
     fresh, _ = await said_twice(claude, messages=[asked], max_tokens=12)
