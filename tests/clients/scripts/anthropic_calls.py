@@ -99,8 +99,7 @@ def tool_runner():
         runner = client.beta.messages.tool_runner(
             model=MODEL, messages=ASK, tools=[get_weather], max_tokens=64, stream=stream
         )
-        last = runner.until_done()
-        reply = last.get_final_message() if stream else last
+        reply = runner.until_done()
         assert "unny" in reply.content[0].text, reply.content
 
 
