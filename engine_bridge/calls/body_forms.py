@@ -202,13 +202,14 @@ def _text_of(part: Any) -> str:
 
 
 def _reasoning(item: dict[str, Any]) -> dict[str, Any]:
-    """Return the model's reasoning, with all of it in one part."""
+    """Return the model's reasoning, with all of it in one part; what another server has encrypted of it, nobody can read here."""
     joined = {
         name: [{"type": kind, "text": "".join(_text_of(part) for part in item[name])}] if item[name] else []
         for name, kind in (("content", "reasoning_text"), ("summary", "summary_text"))
         if isinstance(item.get(name), list)
     }
-    return {"summary": []} | item | joined
+    readable = {name: value for name, value in item.items() if name != "encrypted_content"}
+    return {"summary": []} | readable | joined
 
 
 # -- Anthropic ---------------------------------------------------------------------------------------------------------

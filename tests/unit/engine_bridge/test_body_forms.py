@@ -49,7 +49,7 @@ def test_a_thinking_budget_stays_below_the_clipped_answer() -> None:
 
 def test_reasoning_is_kept_whole_and_pictures_have_a_detail() -> None:
     thoughts = [{"type": "reasoning_text", "text": text} for text in ("So ", "it is.")]
-    thought = {"type": "reasoning", "content": thoughts, "encrypted_content": None}
+    thought = {"type": "reasoning", "content": thoughts, "encrypted_content": "gAAAA"}
     picture = {"type": "input_image", "image_url": "data:,", "detail": None}
     output = {"type": "function_call_output", "call_id": "c", "output": [picture]}
     first, second = formed("responses", input=[thought, output])["input"]
