@@ -163,18 +163,13 @@ def opener_of_calls(tokenizer: Any, given: str | None) -> int | None:
 
     try:
         of_text, of_call = ids(_TEXT), ids(_CALL)
-    except Exception:  # a template may raise anything
+        pairs = enumerate(zip(of_text, of_call, strict=False))
+        num_alike = next((at for at, (one, other) in pairs if one != other), 0)
+        first = next((each for each in of_call[num_alike:] if tokenizer.decode([each]).strip()), None)
+        marks = set(tokenizer.get_added_vocab().values()) - {*of_text, tokenizer.eos_token_id}
+    except Exception:  # a template may raise anything, and tokenizers that vLLM brings lack some of this
         return None
-    num_alike = next(
-        (at for at, pair in enumerate(zip(of_text, of_call, strict=False)) if len(set(pair)) > 1), 0
-    )
-    rest = (each for each in of_call[num_alike:] if tokenizer.decode([each]).strip())
-    first = next(rest, None)
-    is_mark = first in tokenizer.get_added_vocab().values() and first not in (
-        *of_text,
-        tokenizer.eos_token_id,
-    )
-    return first if is_mark else None
+    return first if first in marks else None
 
 
 def own_template(tokenizer: Any) -> str:
