@@ -6,6 +6,7 @@ a key or a stack trace: causes are chained (``raise … from …``) and end in t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -72,6 +73,7 @@ class GatewayError(Exception):
         param: the name of the field at fault, if any.
         retry_after_s: seconds after which another try makes sense, if known.
         close_code: None takes the table's value.
+        details: what Anthropic's API says of such an error for programs, beside its text; None for nothing.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class GatewayError(Exception):
         param: str | None = None,
         retry_after_s: float | None = None,
         close_code: CloseCode | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         if code not in KINDS:
             raise ValueError(f"{code!r} is not an error code of docs/protocol.md")
@@ -92,6 +95,7 @@ class GatewayError(Exception):
         self.retryable = KINDS[code].is_retryable if retryable is None else retryable
         self.param = param
         self.retry_after_s = retry_after_s
+        self.details = details
         self.close_code = close_code if close_code is not None else KINDS[code].close_code
         """What to close a chat socket with after the error frame; None leaves it open."""
 

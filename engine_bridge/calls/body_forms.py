@@ -16,6 +16,8 @@ from engine_bridge.protocol.node import Api
 _MAX_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 # The least thinking budget of Anthropic's API.
 _MIN_BUDGET = 1024
+# Of allowed tools: whether the model may or must call one.
+_MODES = ("auto", "required")
 _TEXTS = ("output_text", "input_text", "text", "summary_text", "reasoning_text")
 
 
@@ -76,7 +78,61 @@ def _chat(body: dict[str, Any]) -> dict[str, Any]:
         body = body | {"messages": _changed(body["messages"], _chat_message)}
     if "stream_options" in body:
         body = body | {"stream_options": without_nulls(body["stream_options"])}
-    return body
+    if isinstance(body.get("response_format"), dict):
+        body = body | {"response_format": _form_of_the_answer(body["response_format"])}
+    return _with_allowed_tools(_without_empty_tools(body))
+
+
+def _without_empty_tools(body: dict[str, Any]) -> dict[str, Any]:
+    """Return a body that offers tools only where it has some: clients that build the list send an empty one, too, which vLLM refuses."""
+    if body.get("tools", []):
+        return body
+    means_nothing = {"tools", *(["tool_choice"] if body.get("tool_choice") in ("auto", "none") else [])}
+    return {name: value for name, value in body.items() if name not in means_nothing}
+
+
+def _form_of_the_answer(form: dict[str, Any]) -> dict[str, Any]:
+    """Return the form of an answer as vLLM reads it: with a name, which means nothing here, and with a schema where vLLM looks for it.
+
+    Source: "JSON mode" of Together and of llama.cpp, whose clients send `{"type": "json_object", "schema": …}`.
+    """
+    form = without_nulls(form)
+    if form.get("type") == "json_object" and isinstance(form.get("schema"), dict):
+        form = {"type": "json_schema", "json_schema": {"schema": form["schema"]}}
+    if form.get("type") == "json_schema" and isinstance(form.get("json_schema"), dict):
+        form = form | {"json_schema": {"name": "answer"} | form["json_schema"]}
+    return form
+
+
+def _with_allowed_tools(body: dict[str, Any]) -> dict[str, Any]:
+    """Return a body that offers only the tools that its `tool_choice` allows. vLLM refuses such a choice, or takes it for "auto".
+
+    Source: OpenAI's "Function calling", "Allowed tools": in chat completions an object within the choice, in responses the choice itself.
+    """
+    choice = body.get("tool_choice")
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return body
+    allowed = choice.get("allowed_tools", choice)
+    given = allowed.get("tools") if isinstance(allowed, dict) else None
+    offered = body.get("tools")
+    if not isinstance(given, list) or not isinstance(offered, list) or allowed.get("mode") not in _MODES:
+        raise InvalidRequest(
+            "`tool_choice` of the type 'allowed_tools' needs a `mode`, 'auto' or 'required', and a list of `tools`.",
+            param="tool_choice",
+        )
+    names = [_tool_name(tool) for tool in given]
+    kept = [tool for tool in offered if _tool_name(tool) in names]
+    if not kept:
+        raise InvalidRequest("`tool_choice` allows none of the `tools`.", param="tool_choice")
+    return body | {"tools": kept, "tool_choice": allowed["mode"]}
+
+
+def _tool_name(tool: Any) -> Any:
+    """Return the name of a tool in the form of chat completions or of responses; a hosted tool's type; None for no tool."""
+    if not isinstance(tool, dict):
+        return None
+    function = tool.get("function", tool)
+    return function.get("name", tool.get("type")) if isinstance(function, dict) else None
 
 
 def _chat_message(message: dict[str, Any]) -> dict[str, Any]:
@@ -97,7 +153,7 @@ def _responses(body: dict[str, Any]) -> dict[str, Any]:
             body = body | {name: without_nulls(body[name])}
     if isinstance(body.get("input"), list):
         body = body | {"input": _changed(body["input"], _item)}
-    return body
+    return _with_allowed_tools(body)
 
 
 def _item(item: dict[str, Any]) -> dict[str, Any]:
@@ -146,13 +202,14 @@ def _text_of(part: Any) -> str:
 
 
 def _reasoning(item: dict[str, Any]) -> dict[str, Any]:
-    """Return the model's reasoning, with all of it in one part."""
+    """Return the model's reasoning, with all of it in one part; what another server has encrypted of it, nobody can read here."""
     joined = {
         name: [{"type": kind, "text": "".join(_text_of(part) for part in item[name])}] if item[name] else []
         for name, kind in (("content", "reasoning_text"), ("summary", "summary_text"))
         if isinstance(item.get(name), list)
     }
-    return {"summary": []} | item | joined
+    readable = {name: value for name, value in item.items() if name != "encrypted_content"}
+    return {"summary": []} | readable | joined
 
 
 # -- Anthropic ---------------------------------------------------------------------------------------------------------

@@ -29,6 +29,8 @@ _PASSING = frozenset(
         "function_call",
     )
 )
+# Of answers also these: Microsoft's frameworks sign an answer with the agent's name once its turn is over, and thoughts are left out then.
+_PASSING_OF_ANSWERS = _PASSING | {"name", "reasoning", "reasoning_content", "reasoning_details"}
 # An item with a role is a message, whether it says so or not.
 _MESSAGE = ("type", "message")
 # Parts of an answer that clients may leave out when they send it back.
@@ -213,10 +215,11 @@ def _plain(value: Any) -> Any:
             return kept[0].get("text", "")
         return [_plain(part) for part in kept]
     if isinstance(value, dict):
+        passing = _PASSING_OF_ANSWERS if value.get("role") == "assistant" else _PASSING
         return {
             name: _plain(part)
             for name, part in value.items()
-            if name not in _PASSING and part is not None and part not in ("", []) and (name, part) != _MESSAGE
+            if name not in passing and part is not None and part not in ("", []) and (name, part) != _MESSAGE
         }
     return value
 

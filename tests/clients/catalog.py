@@ -103,7 +103,19 @@ CLIENTS = (
         "ai-sdk",
         remarks="with `@ai-sdk/openai`, `@ai-sdk/openai-compatible` and `@ai-sdk/anthropic`",
     ),
+    Client(
+        "openai-node",
+        "openai",
+        "openai-node",
+        remarks="the SDKs for JavaScript: their helpers, with those of `@anthropic-ai/sdk`",
+    ),
     Client("agno", "agno", "agno"),
+    Client(
+        "strands",
+        "strands-agents",
+        "strands",
+        remarks="by chat completions, responses and messages",
+    ),
     Client("lm-eval", "lm_eval", "lm-eval", remarks=COMMAND),
     Client(
         "promptfoo",

@@ -213,6 +213,35 @@ async def test_a_tool_that_is_not_needed_or_not_offered_is_not_called(client: Op
         assert "<tool" not in (answer.choices[0].message.content or "<tool")
 
 
+async def test_a_model_that_is_asked_to_call_no_tool_answers_in_text(client: OpenAI, claude: Claude) -> None:
+    """By each API; it would call the tool by itself."""
+    answer = (await say(client, PARIS, **ASKS_WEATHER, tool_choice="none")).choices[0]
+    assert answer.finish_reason == "stop" and not answer.message.tool_calls
+    said = answer.message.content
+    assert said and "tool_call" not in said
+    assert await streamed(client, PARIS, ASKS_WEATHER | {"tool_choice": "none"}) == (said, "", None)
+    given = {"name": "get_weather", "description": "The weather of a city."}
+    schema: Any = WEATHER[0]["function"]["parameters"]
+    tool: Any = {"type": "function", "strict": True, "parameters": schema} | given
+    response = await client.responses.create(
+        model=MODEL,
+        input=PARIS[0]["content"],
+        tools=[tool],
+        tool_choice="none",
+        temperature=0,
+        max_output_tokens=96,
+    )
+    assert response.output_text and "tool_call" not in response.output_text
+    for reply in await said_twice(
+        claude,
+        messages=PARIS,
+        max_tokens=96,
+        tools=[given | {"input_schema": schema}],
+        tool_choice={"type": "none"},
+    ):
+        assert reply.content[0].type == "text" and "tool_call" not in reply.content[0].text
+
+
 async def test_open_webui_style_request(client: OpenAI) -> None:
     """Open WebUI sends tool_choice with every request, and a few fields of its own."""
     own = {"chat_id": "x", "background_tasks": {}, "priority": 99, "vllm_xargs": {"lane": "hi"}}
@@ -345,6 +374,23 @@ async def test_what_looks_like_a_call_stays_text_where_no_tool_is_offered(claude
         assert reply.content[0].type == "text" and reply.content[0].text.startswith("<tool_call>")
     with pytest.raises(anthropic.BadRequestError, match="offer `tools`"):
         await said_twice(claude, **wish, tool_choice={"type": "any"})
+
+
+async def test_a_tool_runner_sends_whole_conversations_as_the_server_holds_none(claude: Claude) -> None:
+    """A runner of Anthropic's SDK asks the server first to hold its conversation, and then sends new messages alone."""
+
+    @anthropic.beta_async_tool
+    async def get_weather(city: str) -> str:
+        """The weather of a city."""
+        return f"sunny in {city}, 21 degrees"
+
+    wish: Any = {"model": MODEL, "max_tokens": 96, "messages": PARIS, "extra_body": GREEDY}
+    runner = claude.beta.messages.tool_runner(**wish, tools=[get_weather])
+    reply = await runner.until_done()
+    assert "Paris" in reply.content[0].text and "sunny" in reply.content[0].text
+    assert reply.usage.input_tokens + (reply.usage.cache_read_input_tokens or 0) > 80, "it has the question"
+    with pytest.raises(anthropic.BadRequestError, match="without `thread`"):
+        await claude.beta.messages.thread(model=MODEL, max_tokens=9).send(HELLO[0])
 
 
 async def test_an_answer_that_the_client_has_begun_is_continued(claude: Claude) -> None:

@@ -137,6 +137,41 @@ def rules_of(tokenizer: Any, template: str) -> TemplateRules:
     )
 
 
+# Renderings of these differ where a call begins in one and a text in the other.
+_ASKED = {"role": "user", "content": "Hello"}
+_TEXT = {"role": "assistant", "content": "word"}
+_TOOL = {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}}
+_TOOL_CALL = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {}}}
+_CALL = {"role": "assistant", "content": "", "tool_calls": [_TOOL_CALL]}
+
+
+def opener_of_calls(tokenizer: Any, given: str | None) -> int | None:
+    """Return the token by which a model begins a tool call and no text, as its chat template writes both; None where calls begin with usual tokens.
+
+    given: the operator's template; None: the model's own.
+    """
+
+    def ids(answer: Any) -> list[int]:
+        """Return the tokens of a conversation that ends with this answer."""
+        text = tokenizer.apply_chat_template(
+            [_ASKED, answer],
+            tools=[{"type": "function", "function": _TOOL}],
+            chat_template=given,
+            tokenize=False,
+        )
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    try:
+        of_text, of_call = ids(_TEXT), ids(_CALL)
+        pairs = enumerate(zip(of_text, of_call, strict=False))
+        num_alike = next((at for at, (one, other) in pairs if one != other), 0)
+        first = next((each for each in of_call[num_alike:] if tokenizer.decode([each]).strip()), None)
+        marks = set(tokenizer.get_added_vocab().values()) - {*of_text, tokenizer.eos_token_id}
+    except Exception:  # a template may raise anything, and tokenizers that vLLM brings lack some of this
+        return None
+    return first if first in marks else None
+
+
 def own_template(tokenizer: Any) -> str:
     """Return the template of a tokenizer, or all of those that it has by names, such as one for calls with tools; "" where none is for all calls."""
     found: str | dict[str, str] = getattr(tokenizer, "chat_template", None) or ""

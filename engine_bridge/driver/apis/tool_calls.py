@@ -146,6 +146,12 @@ def check_reasoning_parser(choice: Choice, tokenizer: Any) -> str:
     )
 
 
+def refuses_calls(request: Any) -> bool:
+    """Return whether a request of any API offers tools and asks that none is called."""
+    choice = getattr(request, "tool_choice", None)
+    return bool(getattr(request, "tools", None)) and getattr(choice, "type", choice) == "none"
+
+
 def ends_of_thought(name: str, tokenizer: Any) -> frozenset[int]:
     """Return the tokens that end a thought without closing it, by vLLM's parser of this name: those by which a model begins a call.
 

@@ -41,6 +41,7 @@ class Call:
         first: the first output of the call's requests, once it was read.
         num_answer_tokens: tokens of the first answer so far.
         num_logprobs: number of log probabilities that whole answers have brought so far.
+        banned_token: a token that its answers must not have; None: they may have all.
         seen: the ids that the engine has read and written, packed; b"" until the answer is over, and where there were several answers.
     """
 
@@ -56,6 +57,7 @@ class Call:
         self.failure: Exception | None = None
         self.first: RequestOutput | None = None
         self.num_answer_tokens = self.num_logprobs = 0
+        self.banned_token: int | None = None
         self.seen = b""
         self._history = history
         self._when_known = when_known

@@ -304,6 +304,8 @@ class BridgeEngineClient(EngineClient):
             sampling_params.thinking_token_budget = None
         if not reasoning_ended:
             self._hold_thought(sampling_params)
+        if call.banned_token is not None:
+            sampling_params.logit_bias = {call.banned_token: -100.0} | (sampling_params.logit_bias or {})
         collector = RequestOutputCollector(sampling_params.output_kind, request_id)
         try:
             self.check_ready()

@@ -100,6 +100,20 @@ def _refuse_embedding_model(services: Services, body: Any) -> None:
         )
 
 
+def _refuse_thread(api: Api, body: Any) -> None:
+    """Raise GatewayError for a call whose conversation the server is to hold: later calls would come without what was said before.
+
+    Tool runners of Anthropic's SDKs ask for that and send whole conversations where the server cannot. Source: SDK for Python 2.14, `_thread_state`.
+    """
+    if api == "messages" and isinstance(body, dict) and body.get("thread") is not None:
+        raise GatewayError(
+            "bad_request",
+            "This server holds no message threads: send the whole conversation with each call, without `thread`.",
+            param="thread",
+            details={"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+        )
+
+
 async def _handle(
     request: web.Request, services: Services, principal: Principal, named: Api | None
 ) -> web.StreamResponse:
@@ -107,6 +121,7 @@ async def _handle(
     body = await json_body(request)
     api = named or _invoked(body)
     _refuse_embedding_model(services, body)
+    _refuse_thread(api, body)
     priority = take_priority(services, body)
     hints = _hints(services, api, body)
     is_background = _take_background(api, body)

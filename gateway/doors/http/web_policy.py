@@ -112,7 +112,8 @@ def error_body(request: web.Request, error: GatewayError, *, status: int | None 
     """Return an error in OpenAI's shape, or in Anthropic's for its routes."""
     if speaks_anthropic(request):
         kind = ANTHROPIC_ERROR_TYPES.get(status or error.http_status, "api_error")
-        return {"type": "error", "error": {"type": kind, "message": error.message}}
+        details = {"details": error.details} if error.details is not None else {}
+        return {"type": "error", "error": {"type": kind, "message": error.message} | details}
     return to_openai_body(error)
 
 

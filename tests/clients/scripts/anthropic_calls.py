@@ -89,6 +89,20 @@ def tools_with_a_result():
     assert message(messages=turns, tools=[TOOL]).content
 
 
+def tool_runner():
+    @anthropic.beta_tool
+    def get_weather(city: str) -> str:
+        """Today's weather in a city."""
+        return f"Sunny in {city}."
+
+    for stream in (False, True):
+        runner = client.beta.messages.tool_runner(
+            model=MODEL, messages=ASK, tools=[get_weather], max_tokens=64, stream=stream
+        )
+        reply = runner.until_done()
+        assert "unny" in reply.content[0].text, reply.content
+
+
 def _prompt_tokens(usage):
     """All tokens of a prompt: `input_tokens` are those that a cache neither gave nor took."""
     return (

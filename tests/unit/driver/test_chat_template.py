@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine_bridge.calls.template_rules import TemplateRules
-from engine_bridge.driver.apis.chat_template import PLAIN, chat_templates, rules_of
+from engine_bridge.driver.apis.chat_template import PLAIN, chat_templates, opener_of_calls, rules_of
 from engine_bridge.protocol.errors import InvalidRequest
 from engine_bridge.settings.parser_choice import choose_tool_parser
 
@@ -90,3 +90,30 @@ def test_a_template_shows_what_it_takes(template: str, expected: TemplateRules) 
     from transformers import AutoTokenizer
 
     assert rules_of(AutoTokenizer.from_pretrained(DEMO), template) == expected
+
+
+CALLS_LATER = "{% for message in messages %}<|user|>{{ message.content }}{% if message.tool_calls %}\n\n<tool_call>{% endif %}{% endfor %}"
+CALLS_AS_TEXT = "{% for message in messages %}{{ message.content or '{\"name\"' }}{% endfor %}"
+CALLS_END_OTHERWISE = "{% for message in messages %}{{ message.content }}{{ '<|end|>' if message.tool_calls else '.' }}{% endfor %}"
+OPENS_BOTH = "{% for message in messages %}{{ message.content or 'a' }}{% endfor %}<tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("template", "opener"),
+    [
+        (None, "<tool_call>"),
+        (CALLS_LATER, "<tool_call>"),
+        (CALLS_AS_TEXT, None),
+        (CALLS_END_OTHERWISE, None),
+        (OPENS_BOTH, None),
+        (EACH, None),
+        (PLAIN, None),
+        ("{{ raise_exception('no calls!') }}", None),
+    ],
+)
+def test_a_template_shows_by_which_token_a_call_begins(template: str | None, opener: str | None) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    expected = tokenizer.convert_tokens_to_ids(opener) if opener else None
+    assert opener_of_calls(tokenizer, template) == expected

@@ -49,13 +49,71 @@ def test_a_thinking_budget_stays_below_the_clipped_answer() -> None:
 
 def test_reasoning_is_kept_whole_and_pictures_have_a_detail() -> None:
     thoughts = [{"type": "reasoning_text", "text": text} for text in ("So ", "it is.")]
-    thought = {"type": "reasoning", "content": thoughts, "encrypted_content": None}
+    thought = {"type": "reasoning", "content": thoughts, "encrypted_content": "gAAAA"}
     picture = {"type": "input_image", "image_url": "data:,", "detail": None}
     output = {"type": "function_call_output", "call_id": "c", "output": [picture]}
     first, second = formed("responses", input=[thought, output])["input"]
     assert first["content"] == [{"type": "reasoning_text", "text": "So it is."}] and first["summary"] == []
     assert "encrypted_content" not in first
     assert second["output"] == [picture | {"detail": "auto"}]
+
+
+def test_an_empty_list_of_tools_is_as_good_as_none() -> None:
+    for choice in ("auto", "none"):
+        assert formed("chat", messages=[], tools=[], tool_choice=choice) == {"messages": []}
+        assert formed("chat", messages=[], tool_choice=choice) == {"messages": []}
+    demanded = {"messages": [], "tool_choice": "required"}
+    assert formed("chat", **demanded, tools=[]) == demanded, "vLLM says that it needs tools"
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"schema": {}}, {"name": "answer", "schema": {}}),
+        ({"name": "w", "schema": {}, "strict": None}, {"name": "w", "schema": {}, "strict": None}),
+    ],
+)
+def test_the_schema_of_an_answer_needs_no_name(given: Any, found: Any) -> None:
+    form = {"type": "json_schema", "json_schema": given}
+    assert formed("chat", response_format=form)["response_format"]["json_schema"] == found
+
+
+def test_the_schema_of_an_answer_may_stand_beside_json_object() -> None:
+    form = {"type": "json_object", "schema": {"type": "object"}}
+    assert formed("chat", response_format=form)["response_format"] == {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": {"type": "object"}},
+    }
+    assert formed("chat", response_format={"type": "json_object"})["response_format"] == {
+        "type": "json_object"
+    }
+
+
+def test_only_the_tools_that_a_choice_allows_are_offered() -> None:
+    one, other = ({"type": "function", "function": {"name": name, "parameters": {}}} for name in "ab")
+    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "b"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    assert formed("chat", tools=[one, other], tool_choice=choice) == {
+        "tools": [other],
+        "tool_choice": "required",
+    }
+    flat = {"type": "function", "name": "a"}, {"type": "web_search"}, {"type": "function", "name": "b"}
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}, flat[0]]}
+    assert formed("responses", tools=list(flat), tool_choice=choice) == {
+        "tools": list(flat[:2]),
+        "tool_choice": "auto",
+    }
+
+
+@pytest.mark.parametrize(
+    "allowed",
+    [{}, {"mode": "any", "tools": []}, {"mode": "auto", "tools": "b"}, {"mode": "auto", "tools": [{}]}, "b"],
+)
+def test_a_choice_that_allows_no_tool_that_is_offered_is_refused(allowed: Any) -> None:
+    tool = {"type": "function", "function": {"name": "b"}}
+    with pytest.raises(InvalidRequest) as raised:
+        formed("chat", tools=[tool], tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
+    assert raised.value.param == "tool_choice"
 
 
 def test_documents_and_search_results_are_text_wherever_they_stand() -> None:

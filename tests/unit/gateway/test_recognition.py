@@ -86,6 +86,22 @@ def test_an_answer_may_come_back_in_another_form(sent_back: dict[str, Any]) -> N
     assert second is first and how == "continued"
 
 
+@pytest.mark.parametrize(
+    "at_first", [{"name": "helper"}, {"reasoning_content": "hm"}, {"reasoning": "hm", "content": ""}]
+)
+def test_what_is_put_to_an_answer_or_left_out_once_its_turn_is_over_makes_no_difference(
+    at_first: dict[str, Any],
+) -> None:
+    client = Client(Conversations())
+    first, _ = client.ask([SYSTEM, user("mend it")], called("a"))
+    loop = [SYSTEM, user("mend it"), called("a") | at_first, result("a")]
+    assert client.ask(loop, said("Mended."))[0] is first
+    later = [SYSTEM, user("mend it"), called("a"), result("a"), said("Mended."), user("thanks")]
+    assert client.ask(later, said("Welcome."))[0] is first
+    other = [SYSTEM, user("mend it"), called("a", "rm"), result("a"), said("Mended."), user("thanks")]
+    assert client.ask(other, said("Welcome."))[0] is not first, "the name of a tool is no signature"
+
+
 def test_two_clients_with_equal_first_messages_are_told_apart_by_their_answers() -> None:
     client = Client(Conversations())
     one, _ = client.ask([user("hi")], called("a"))
