@@ -59,6 +59,8 @@ _ALWAYS_WITH_VALUE = frozenset(
 _LARGE_NUMBERS = frozenset(("--max-model-len", "--max-num-batched-tokens"))
 _LARGE_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kKmM])")
 _UNITS = {"k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
+# vLLM's other words for values of flags that have the same name here.
+_SAME_VALUES: Mapping[str, Mapping[str, str]] = {"--dtype": {"half": "float16", "float": "float32"}}
 # Flags of vLLM's server, not of its engine, that are refused, with the reason.
 REFUSED: Mapping[str, str] = {
     "--no-enable-chunked-prefill": "long prompts are cut into parts by how long a step takes: see --max-step-ms",
@@ -192,16 +194,21 @@ def _translated(flag: _Flag, left: list[str], own: frozenset[str], arguments: Ar
             return []
         if (pair := _as_argument(flag, left, arguments())) is not None:
             return ["--engine-arg", pair]
+    if value is None and left and (name in _LARGE_NUMBERS or name in _SAME_VALUES):
+        value = left.pop(0)
     if name in _LARGE_NUMBERS:
-        value = _large(value if value is not None or not left else left.pop(0))
+        value = _large(value)
+    elif value is not None:
+        value = _SAME_VALUES.get(name, {}).get(value, value)
     return [name if value is None else f"{name}={value}"]
 
 
 def _as_argument(flag: _Flag, left: list[str], arguments: Mapping[str, bool]) -> str | None:
     """Return an engine argument of vLLM's as NAME=VALUE, whose value is taken from `left`; None for a flag that is none."""
     name = flag.name.removeprefix("--").replace("-", "_")
-    if arguments.get(name.removeprefix("no_")):
-        return f"{name.removeprefix('no_')}={str(not name.startswith('no_')).lower()}"
+    switch = name.removeprefix("no_")
+    if arguments.get(switch) and flag.value is None:
+        return f"{switch}={str(switch == name).lower()}"
     if name not in arguments or (flag.value is None and not left):
         return None
     return f"{name}={flag.value if flag.value is not None else left.pop(0)}"

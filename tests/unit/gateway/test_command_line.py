@@ -203,6 +203,9 @@ def test_none_of_our_own_flags_is_taken_for_vllms() -> None:
         (["--something", "else"], ["--something", "else"]),
         (["--max-model-len", "32k", "m"], ["--max-model-len=32000", "m"]),
         (["--max-model-len=1.5K"], ["--max-model-len=1536"]),
+        (["--dtype", "half", "m"], ["--dtype=float16", "m"]),
+        (["--dtype=bfloat16"], ["--dtype=bfloat16"]),
+        (["--dtype"], ["--dtype"]),
         (["--max-model-len", "many"], ["--max-model-len=many"]),
         (["--allowed-methods", '["GET"]', "--port", "1"], ["--port", "1"]),
     ],
@@ -213,9 +216,10 @@ def test_a_line_of_vllms_becomes_one_of_ours(argv: list[str], expected: list[str
 
 def test_a_flag_of_an_engine_argument_is_taken_by_its_name_and_any_other_is_unknown() -> None:
     line = ["m", "--hf-overrides", '{"a": 1}', "--generation-config=vllm", "--language-model-only"]
-    made = translate([*line, "--no_async_scheduling"], OWN, engine_arguments)
+    line += ["--no_async_scheduling", "--enable-eplb=false"]
+    made = translate(line, OWN, engine_arguments)
     given = ['hf_overrides={"a": 1}', "generation_config=vllm", "language_model_only=true"]
-    given.append("async_scheduling=false")
+    given += ["async_scheduling=false", "enable_eplb=false"]
     assert made[0] == "m" and made[2::2] == given and set(made[1::2]) == {"--engine-arg"}
     assert "cpu_offload_gb=4" in shown("--cpu-offload-gb", "4")
     for wrong in (["--cpu-offload-gigs", "4"], ["--cpu-offload-gb"], ["--no-cpu-offload-gb"]):
