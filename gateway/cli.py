@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from engine_bridge.driver.vllm_api.argument_names import engine_arguments
 from gateway.commands.backup_command import backup, restore
 from gateway.commands.keys_command import keys
 from gateway.commands.kv_command import kv
@@ -94,12 +95,9 @@ class SettingsCommand(click.Command):
         own = [name for param in self.params for name in (*param.opts, *param.secondary_opts)]
         try:
             takes_model = any(isinstance(param, click.Argument) for param in self.params)
-            return super().parse_args(ctx, translate(args, own, needs_model=takes_model))
+            return super().parse_args(ctx, translate(args, own, engine_arguments, needs_model=takes_model))
         except FlagRefusal as error:
             raise click.UsageError(f"{error} (docs/from-vllm.md)", ctx) from error
-        except click.NoSuchOption as error:
-            hint = "If it is an engine argument of vLLM's, give it as --engine-arg NAME=VALUE."
-            raise click.UsageError(f"{error.format_message()} {hint}", ctx) from error
 
     def get_help_option(self, ctx: click.Context) -> click.Option:
         """Return `--help`, behind which a group of settings may stand."""

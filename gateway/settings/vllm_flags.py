@@ -1,14 +1,15 @@
 """The command line of `vllm serve`, translated into ours as far as this server does the same.
 
 A table says for each flag of vLLM what happens to it; `docs/from-vllm.md` is this table with remarks, and a test compares the two. Flags of the
-same name here are not in the table, and engine arguments that are ruled out are in `engine_bridge/settings/engine_arguments.py`.
+same name here are not in the table, and engine arguments that are ruled out are in `engine_bridge/settings/engine_arguments.py`. Each other one
+is taken by vLLM's name, as `--engine-arg`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from engine_bridge.settings.engine_arguments import RULED_OUT
@@ -28,11 +29,8 @@ SEVERAL: Mapping[str, str] = {
 }
 # A flag that has one value here, -> ours for the further values that vLLM takes behind it.
 FURTHER: Mapping[str, str] = {"--served-model-name": "--served-model-alias"}
-# vLLM's switches -> the equivalent engine argument, which has no setting here.
-ARGUMENTS: Mapping[str, str] = {
-    "--async-scheduling": "async_scheduling=true",
-    "--no-async-scheduling": "async_scheduling=false",
-}
+# vLLM's -> ours, which has the number of pictures alone: neither audio nor video is taken.
+LIMITS: Mapping[str, str] = {"--limit-mm-per-prompt": "--max-images"}
 # Flags for behaviour that this server always has. They are dropped.
 ALWAYS: Mapping[str, str] = {
     "--enable-lora": "adapters are served wherever the model can have them: see --adapters",
@@ -61,6 +59,8 @@ _ALWAYS_WITH_VALUE = frozenset(
 _LARGE_NUMBERS = frozenset(("--max-model-len", "--max-num-batched-tokens"))
 _LARGE_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kKmM])")
 _UNITS = {"k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
+# vLLM's other words for values of flags that have the same name here.
+_SAME_VALUES: Mapping[str, Mapping[str, str]] = {"--dtype": {"half": "float16", "float": "float32"}}
 # Flags of vLLM's server, not of its engine, that are refused, with the reason.
 REFUSED: Mapping[str, str] = {
     "--no-enable-chunked-prefill": "long prompts are cut into parts by how long a step takes: see --max-step-ms",
@@ -120,12 +120,23 @@ class _Flag(NamedTuple):
         return cls(SHORT.get(name, name), value if is_given else None)
 
 
-def translate(words: Iterable[str], own: Iterable[str] = (), *, needs_model: bool = False) -> list[str]:
+Arguments = Callable[[], Mapping[str, bool]]
+"""Returns the names of vLLM's engine arguments, each with whether it is a switch; asked only for a flag that nothing else explains."""
+
+
+def translate(
+    words: Iterable[str],
+    own: Iterable[str] = (),
+    arguments: Arguments = dict[str, bool],
+    *,
+    needs_model: bool = False,
+) -> list[str]:
     """Translate a command line of `vllm serve` into our flags. Unknown words stay as they are.
 
     Args:
         words: the command line.
         own: our flags, which are never taken for vLLM's.
+        arguments: of vLLM's engine.
         needs_model: the command takes a model as a separate word. Where the line begins with no such word, as vLLM's does, and has no --model,
             the last of several words behind a flag that has one value here is the model.
 
@@ -151,19 +162,20 @@ def translate(words: Iterable[str], own: Iterable[str] = (), *, needs_model: boo
             made += [flag.name, *values[:1]]
             made += [part for value in values[1:] for part in (FURTHER[flag.name], value)]
         else:
-            made += _translated(flag, left, ours)
+            made += _translated(flag, left, ours, arguments)
     return made
 
 
-def _translated(flag: _Flag, left: list[str], own: frozenset[str]) -> list[str]:
+def _translated(flag: _Flag, left: list[str], own: frozenset[str], arguments: Arguments) -> list[str]:
     """Translate one flag; its values are taken from `left`."""
     name, value = flag
     if name in ALWAYS:
         if value is None and name in _ALWAYS_WITH_VALUE:
             _taken(left)
         return []
-    if name in ARGUMENTS:
-        return ["--engine-arg", ARGUMENTS[name]]
+    if name in LIMITS:
+        num_images = _images_of(value if value is not None or not left else left.pop(0))
+        return [] if num_images is None else [f"{LIMITS[name]}={num_images}"]
     if name in SEVERAL:
         values = [value] if value is not None else _taken(left)
         return [word for each in values for part in _parts(each) for word in (SEVERAL[name], part)]
@@ -180,9 +192,37 @@ def _translated(flag: _Flag, left: list[str], own: frozenset[str]) -> list[str]:
             if value is None:
                 left.pop(0)
             return []
+        if (pair := _as_argument(flag, left, arguments())) is not None:
+            return ["--engine-arg", pair]
+    if value is None and left and (name in _LARGE_NUMBERS or name in _SAME_VALUES):
+        value = left.pop(0)
     if name in _LARGE_NUMBERS:
-        value = _large(value if value is not None or not left else left.pop(0))
+        value = _large(value)
+    elif value is not None:
+        value = _SAME_VALUES.get(name, {}).get(value, value)
     return [name if value is None else f"{name}={value}"]
+
+
+def _as_argument(flag: _Flag, left: list[str], arguments: Mapping[str, bool]) -> str | None:
+    """Return an engine argument of vLLM's as NAME=VALUE, whose value is taken from `left`; None for a flag that is none."""
+    name = flag.name.removeprefix("--").replace("-", "_")
+    switch = name.removeprefix("no_")
+    if arguments.get(switch) and flag.value is None:
+        return f"{switch}={str(switch == name).lower()}"
+    if name not in arguments or (flag.value is None and not left):
+        return None
+    return f"{name}={flag.value if flag.value is not None else left.pop(0)}"
+
+
+def _images_of(value: str | None) -> int | None:
+    """Return how many pictures of one call a JSON object of vLLM's allows; None where it bounds none. Raises FlagRefusal for another form."""
+    try:
+        found = json.loads(value or "").get("image")
+        return None if found is None else int(found["count"] if isinstance(found, dict) else found)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise FlagRefusal(
+            f'--limit-mm-per-prompt: expected a JSON object such as {{"image": 2}}, got {value!r}'
+        ) from error
 
 
 def _large(value: str | None) -> str | None:

@@ -304,6 +304,13 @@ FAMILIES = (
         kv_token_bytes=NUM_LAYERS * (512 + 64) * 4,
     ),
     Family(
+        "dots1",  # vLLM runs transformers' class, whose adapters change what stands beside the experts, too
+        "Dots1Config",
+        _WITH_HEAD_DIM
+        | {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
+        | {"moe_intermediate_size": 64, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    ),
+    Family(
         "glm4-experts-mtp",
         "Glm4MoeConfig",
         # The last layer is the one that drafts.

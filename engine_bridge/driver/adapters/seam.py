@@ -12,7 +12,7 @@ from engine_bridge.driver.adapters.host_path import HostPath
 from engine_bridge.driver.adapters.residency import Residency
 from engine_bridge.driver.adapters.slots import SPARE_SLOTS
 from engine_bridge.driver.in_process import runner_of
-from engine_bridge.driver.lora.experts import leave_experts_out
+from engine_bridge.driver.lora.experts import leave_experts_out, names_outside
 from engine_bridge.driver.vllm_api import (
     LRUCacheLoRAModelManager,
     LRUCacheWorkerLoRAManager,
@@ -40,10 +40,16 @@ class SlotTable(LRUCacheLoRAModelManager):
         return self.lora_slots
 
     def _create_lora_modules(self) -> None:
-        """Make the layers that take adapters. On a CPU experts are none of them."""
+        """Make the layers that take adapters, by the names that adapters have for them. On a CPU experts are none of them."""
         if current_platform.is_cpu():
             leave_experts_out(self)
         super()._create_lora_modules()
+        for inside, name in names_outside(self.model).items():
+            if inside in self.modules:
+                self.modules[name] = self.modules.pop(inside)
+            if inside in self.packed_modules:
+                place, parts = name.rpartition(".")[0], self.packed_modules.pop(inside)
+                self.packed_modules[name] = [f"{place}.{part.rpartition('.')[2]}" for part in parts]
 
     def set_adapter_mapping(self, mapping: Any) -> None:
         """Set the next step's mapping, without the rows that the host path computes."""

@@ -305,7 +305,7 @@ class BridgeEngineClient(EngineClient):
         if not reasoning_ended:
             self._hold_thought(sampling_params)
         if call.banned_token is not None:
-            sampling_params.logit_bias = {call.banned_token: -100.0} | (sampling_params.logit_bias or {})
+            self._ban(sampling_params, [call.banned_token])
         collector = RequestOutputCollector(sampling_params.output_kind, request_id)
         try:
             self.check_ready()
@@ -342,8 +342,12 @@ class BridgeEngineClient(EngineClient):
             and form.structural_tag is None
             and self._ends_of_thought
         ):
-            banned = dict.fromkeys(self._ends_of_thought, -100.0)
-            params.logit_bias = banned | (params.logit_bias or {})
+            self._ban(params, self._ends_of_thought)
+
+    def _ban(self, params: SamplingParams, tokens: Iterable[int]) -> None:
+        """Take tokens from an answer, unless the request says otherwise of them. Where answers are drafted, vLLM refuses all that says so."""
+        if self.vllm_config.speculative_config is None:
+            params.logit_bias = dict.fromkeys(tokens, -100.0) | (params.logit_bias or {})
 
     async def _continue(self, request: EngineCoreRequest, history: bytes, text: str) -> None:
         """Replace the ids to which a session's text was encoded by the session's own, as far as they fit."""

@@ -9,6 +9,8 @@ import torch
 from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.adapters.files import ModelContract, inspect
 from engine_bridge.driver.adapters.weights import contract_of, copies_of
+from engine_bridge.driver.lora.experts import names_outside
+from engine_bridge.driver.vllm_api import MoERunner
 from tests.adapter_corpus import make_adapter
 
 SLOTS, MAX_RANK, HIDDEN = 2, 16, 24
@@ -90,3 +92,20 @@ def test_a_part_that_is_loaded_from_anothers_weights_takes_that_ones_adapter() -
     config.attention_k_eq_v = False
     model.model.hf_to_vllm_mapper = gemma4._gemma4_layer_weights_mapper(config)
     assert not copies_of(SimpleNamespace(model=model, packed_modules=parts))
+
+
+class Runner(MoERunner):
+    """What runs experts, with what it computes beside them."""
+
+    def __init__(self, beside: torch.nn.Module) -> None:
+        torch.nn.Module.__init__(self)
+        self.beside = beside
+
+
+def test_what_is_computed_beside_experts_has_the_name_that_checkpoints_give_it() -> None:
+    model, shared, own = torch.nn.Module(), torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.Linear(2, 2)
+    model.experts, model.shared_experts = Runner(shared), shared
+    model.other = Runner(own)
+    model.head = model.embedding = own.__class__(2, 2)
+    inside, outside = "experts.beside", "shared_experts"
+    assert names_outside(model) == {inside: outside, f"{inside}.0": f"{outside}.0"}

@@ -12,10 +12,11 @@ import pytest
 from aiohttp import web
 from click.testing import CliRunner, Result
 
+from engine_bridge.driver.vllm_api.argument_names import engine_arguments
 from engine_bridge.settings.engine_arguments import RULED_OUT
 from gateway import cli
 from gateway.settings.config import SETTINGS
-from gateway.settings.vllm_flags import ALWAYS, ARGUMENTS, REFUSED, RENAMED, SEVERAL, translate
+from gateway.settings.vllm_flags import ALWAYS, LIMITS, REFUSED, RENAMED, SEVERAL, FlagRefusal, translate
 from overture_client.completion_command import COMPLETE_VARIABLE
 from tests.served import served
 
@@ -115,6 +116,7 @@ VALUES = {
     "--allowed-origins": '["https://a.example", "https://b.example"]',
     "--uvicorn-log-level": "warning",
     "-q": "awq",
+    "--limit-mm-per-prompt": '{"image": 2}',
     "--model": "demo/model",
     "--root-path": "/llm",
     "--dtype": "float32",
@@ -160,7 +162,7 @@ def test_every_flag_of_ours_on_the_page_exists_and_takes_what_vllms_does() -> No
         for (theirs,), (ours,) in rows(heading):
             assert ours in OWN, ours
             value = VALUES.get(theirs, "word" if theirs in WORDS else "1")
-            argv = [theirs] if theirs in (*SWITCHES, *ARGUMENTS) else [theirs, value]
+            argv = [theirs] if theirs in SWITCHES else [theirs, value]
             if theirs in FILES:  # whose files would have to be there
                 assert translate(argv, OWN) == argv
             else:
@@ -169,8 +171,7 @@ def test_every_flag_of_ours_on_the_page_exists_and_takes_what_vllms_does() -> No
 
 def test_the_page_has_every_flag_of_the_tables_and_no_other() -> None:
     renamed = {theirs: ours for (theirs,), (ours,) in rows("Flags with another name")}
-    as_arguments = {flag: "--engine-arg" for flag in ARGUMENTS}
-    assert renamed == {**RENAMED, **SEVERAL, **as_arguments}
+    assert renamed == {**RENAMED, **SEVERAL, **LIMITS}
     assert {flag for (flag,), _ in rows("Always so")} == ALWAYS.keys()
     refused = {flag for flags, _ in rows("Refused") for flag in flags}
     arguments = {f"--{name.replace('_', '-')}" for name in RULED_OUT}
@@ -178,7 +179,7 @@ def test_the_page_has_every_flag_of_the_tables_and_no_other() -> None:
 
 
 def test_none_of_our_own_flags_is_taken_for_vllms() -> None:
-    known = {*ALWAYS, *ARGUMENTS, *REFUSED, *RENAMED, *SEVERAL}
+    known = {*ALWAYS, *LIMITS, *REFUSED, *RENAMED, *SEVERAL}
     assert not known & OWN
     assert not {setting.name for setting in SETTINGS} & RULED_OUT.keys()
 
@@ -195,17 +196,38 @@ def test_none_of_our_own_flags_is_taken_for_vllms() -> None:
         (["--allowed-origins", "https://a.example"], ["--cors-origin", "https://a.example"]),
         (["-tp", "2", "m"], ["--tensor-parallel-size", "2", "m"]),
         (["-ep", "--pipeline-parallel-size=1"], ["--enable-expert-parallel"]),
-        (["--no-async-scheduling", "m"], ["--engine-arg", "async_scheduling=false", "m"]),
+        (["--limit-mm-per-prompt", '{"image": 2, "video": 0}', "m"], ["--max-images=2", "m"]),
+        (['--limit-mm-per-prompt={"image": {"count": 3, "width": 64}}'], ["--max-images=3"]),
+        (['--limit-mm-per-prompt={"audio": 1}'], []),
         (["--", "--enable-lora"], ["--", "--enable-lora"]),
         (["--something", "else"], ["--something", "else"]),
         (["--max-model-len", "32k", "m"], ["--max-model-len=32000", "m"]),
         (["--max-model-len=1.5K"], ["--max-model-len=1536"]),
+        (["--dtype", "half", "m"], ["--dtype=float16", "m"]),
+        (["--dtype=bfloat16"], ["--dtype=bfloat16"]),
+        (["--dtype"], ["--dtype"]),
         (["--max-model-len", "many"], ["--max-model-len=many"]),
         (["--allowed-methods", '["GET"]', "--port", "1"], ["--port", "1"]),
     ],
 )
 def test_a_line_of_vllms_becomes_one_of_ours(argv: list[str], expected: list[str]) -> None:
     assert translate(argv, OWN) == expected
+
+
+def test_a_flag_of_an_engine_argument_is_taken_by_its_name_and_any_other_is_unknown() -> None:
+    line = ["m", "--hf-overrides", '{"a": 1}', "--generation-config=vllm", "--language-model-only"]
+    line += ["--no_async_scheduling", "--enable-eplb=false"]
+    made = translate(line, OWN, engine_arguments)
+    given = ['hf_overrides={"a": 1}', "generation_config=vllm", "language_model_only=true"]
+    given += ["async_scheduling=false", "enable_eplb=false"]
+    assert made[0] == "m" and made[2::2] == given and set(made[1::2]) == {"--engine-arg"}
+    assert "cpu_offload_gb=4" in shown("--cpu-offload-gb", "4")
+    for wrong in (["--cpu-offload-gigs", "4"], ["--cpu-offload-gb"], ["--no-cpu-offload-gb"]):
+        assert translate(wrong, OWN, engine_arguments) == wrong
+        assert "No such option" in run("config", *wrong).stderr
+    for wrong in (["2"], ['{"image": "many"}'], []):
+        with pytest.raises(FlagRefusal, match="expected a JSON object"):
+            translate(["--limit-mm-per-prompt", *wrong], OWN)
 
 
 def test_several_names_of_the_model_are_taken_and_a_model_behind_one_stays_the_model() -> None:
