@@ -227,7 +227,9 @@ class Dispatcher:
         self.load = LoadTracker()
         self.token_s = PRIOR_TOKEN_S
         self.unready = Unready()
-        self.programs = Programs(num_tokens if policy.bounds_programs else math.inf, num_host_tokens)
+        self.programs = Programs(
+            num_tokens if policy.bounds_programs else math.inf, num_host_tokens, engine.shared_tokens
+        )
         self.pauses = pauses if pauses is not None and policy.minds_priority else Pauses()
         self.sizes = WeightedSize()
         self._engine, self._pacer, self._stopwatch = engine, pacer, stopwatch

@@ -4,6 +4,9 @@ A program begins with a request that may call tools and continues with each requ
 keeping, so no more programs are let in than the device and host memory can hold together: a new one waits rather than push out one that is half done,
 which would then compute or restore its whole context at each of its turns.
 
+Of a program only what is its own counts: agents begin with the same system prompt and tools. What is away keeps nobody out of an idle device: tools
+may take minutes, and an agent may wait for its helpers, which begin programs of their own, or never come back.
+
 Nothing starves: each tenant may fill its share of the room whatever others hold, and where a tenant's first one has waited for `LEAK_S` without any
 other of its tenant being let in, it is let in however full the room is.
 """
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import msgspec
@@ -22,8 +25,12 @@ from engine_bridge.policy.scheduling.queue_policy import Waiting
 # Tokens of all programs inside together: as a share of the device's, since some are always away with their tools, and as a share of the device's
 # and host memory's together, since each holds much that the other has, too. Chosen: `bench.emulated agents`.
 DEVICE_SHARE, HELD_SHARE = 1.2, 0.6
-# A program that left without an announced return is over after this time. Chosen: the word comes with the end of its answer.
-UNANNOUNCED_S = 0.5
+# Programs are let in, however much those that are away hold, while those at work use less than this share of the device: memory that only waits for
+# tools is worth less than an idle device. Chosen: `bench.emulated agents`.
+BUSY_SHARE = 0.5
+# A program that left without an announced return is over after this time. Chosen: the word comes with the end of its answer, and single requests that
+# offer tools keep others out for so long.
+UNANNOUNCED_S = 0.2
 # An announcement keeps a place for no longer than this. Chosen: nineteen of twenty tools have answered long before.
 ANNOUNCED_AT_MOST_S = 60.0
 # After this many turns a program waits with the new ones again, so that endless ones let others in. Chosen: five times the turns of agents.
@@ -42,7 +49,8 @@ class Program:
 
     Attributes:
         began_s: when its first request came.
-        num_tokens: of its context, with the answer that it is given now as predicted.
+        num_shared: the first tokens of its context that others held when it was let in, which take no memory of their own.
+        num_tokens: of its context without these, with the answer that it is given now as predicted.
         num_active: its requests that wait or run.
         left_s: when its last request ended; None while one is active.
         until_s: by when it comes back, as was announced; 0 while that was not.
@@ -50,6 +58,7 @@ class Program:
 
     tenant: str
     began_s: float
+    num_shared: int = 0
     num_tokens: int = 0
     num_active: int = 0
     num_turns: int = 0
@@ -63,9 +72,16 @@ class Programs:
     Args:
         num_tokens: what its device holds; infinite: programs are of no account.
         num_host_tokens: what host memory holds besides.
+        shared_tokens: returns a waiting request's leading tokens that running requests hold already.
     """
 
-    def __init__(self, num_tokens: float, num_host_tokens: float = 0.0) -> None:
+    def __init__(
+        self,
+        num_tokens: float,
+        num_host_tokens: float = 0.0,
+        shared_tokens: Callable[[str], int] = lambda request_id: 0,
+    ) -> None:
+        self._shared_tokens = shared_tokens
         self._room = min(DEVICE_SHARE * num_tokens, HELD_SHARE * (num_tokens + num_host_tokens))
         self._inside: dict[str, Program] = {}
         self._program_of: dict[str, str] = {}
@@ -84,6 +100,9 @@ class Programs:
         self._late: OrderedDict[str, None] = OrderedDict()
         """Programs that came back later than announced may go on: they were let in once."""
         self._num_active = 0
+        self._active_tokens = 0
+        """Of programs that have a request, waiting or running."""
+        self._busy_room = BUSY_SHARE * num_tokens
         self._look_s = 0.0
 
     def __len__(self) -> int:
@@ -135,9 +154,13 @@ class Programs:
             return True
         if now >= self._look_s:
             self._forget_gone(now)
-        tenant, num_tokens = request.tenant, _size(request)
+        tenant, num_shared = request.tenant, self._shared_tokens(request_id)
+        num_tokens = _size(request) - num_shared
         since_s = max(self._came_s[request_id], self._entered_s[tenant])
-        has_room = self._held.total() + num_tokens <= self._room
+        has_room = (
+            self._held.total() + num_tokens <= self._room
+            or self._active_tokens + num_tokens <= self._busy_room
+        )
         may = has_room or self._has_share(tenant, num_tokens) or now - since_s >= LEAK_S
         if self._num_active and not may:
             return False
@@ -145,7 +168,7 @@ class Programs:
         self._leave(request_id)
         program = self._inside.get(request.program)
         if program is None:
-            program = self._inside[request.program] = Program(tenant, now)
+            program = self._inside[request.program] = Program(tenant, now, num_shared)
             self._weights[tenant] = request.weight
         self._enter(program, request)
         return True
@@ -158,10 +181,11 @@ class Programs:
         program = self._inside.get(name) if name is not None else None
         if program is None:
             return
+        self._resize(program, num_tokens)
         program.num_active -= 1
         self._num_active -= 1
-        self._resize(program, num_tokens)
         if not program.num_active:
+            self._active_tokens -= program.num_tokens
             program.left_s = now
 
     def announced(self, name: str, until_s: float, now: float) -> None:
@@ -177,6 +201,8 @@ class Programs:
 
     def _enter(self, program: Program, request: Waiting) -> None:
         self._program_of[request.request_id] = request.program
+        if not program.num_active:
+            self._active_tokens += program.num_tokens
         program.num_active += 1
         self._num_active += 1
         program.num_turns += 1
@@ -184,8 +210,10 @@ class Programs:
         self._resize(program, _size(request))
 
     def _resize(self, program: Program, num_tokens: int) -> None:
-        self._held[program.tenant] += num_tokens - program.num_tokens
-        program.num_tokens = num_tokens
+        num_more = max(num_tokens - program.num_shared, 0) - program.num_tokens
+        self._held[program.tenant] += num_more
+        self._active_tokens += num_more if program.num_active else 0
+        program.num_tokens += num_more
 
     def _leave(self, request_id: str) -> None:
         tenant = self._outside.pop(request_id).tenant
@@ -200,10 +228,9 @@ class Programs:
         for name, each in list(self._inside.items()):
             if each.left_s is not None and now > max(each.left_s + UNANNOUNCED_S, each.until_s):
                 self._drop(name)
-                if each.until_s:
-                    self._late[name] = None
-                    if len(self._late) > MAX_LATE:
-                        self._late.popitem(last=False)
+                self._late[name] = None
+                if len(self._late) > MAX_LATE:
+                    self._late.popitem(last=False)
 
     def _drop(self, name: str) -> None:
         program = self._inside.pop(name)

@@ -8,6 +8,7 @@ import pytest
 
 from engine_bridge.core.scheduling.programs import (
     ANNOUNCED_AT_MOST_S,
+    BUSY_SHARE,
     DEVICE_SHARE,
     HELD_SHARE,
     LEAK_S,
@@ -63,6 +64,33 @@ def test_no_more_programs_are_let_in_than_the_device_holds_with_those_that_come_
     assert not begin(full, "c", kept_until_s - 0.2) and "c0" in full, "it may come back"
     assert not full.may_start("c0", kept_until_s)
     assert full.may_start("c0", kept_until_s + 0.1) and "c0" not in full, "it did not"
+
+
+def test_programs_that_are_away_keep_nobody_out_of_a_device_that_is_half_idle() -> None:
+    programs = Programs(NUM_TOKENS, 10 * ROOM)
+    for name in "abcde":
+        assert begin(programs, name, num_tokens=200)
+    for name in "abc":
+        programs.ended(f"{name}0", 200, 1.0)
+        programs.announced(f"/{name}", 60.0, 1.0)
+    assert not begin(programs, "f", 1.0, num_tokens=200), (
+        "two are at work, and a third would be more than half"
+    )
+    programs.ended("d0", 200, 1.0)
+    programs.announced("/d", 60.0, 1.0)
+    assert programs.may_start("f0", 1.0)
+    assert 2 * 200 < BUSY_SHARE * NUM_TOKENS < 3 * 200
+
+
+def test_a_beginning_that_programs_share_counts_once() -> None:
+    programs = Programs(NUM_TOKENS, 10 * ROOM, lambda request_id: 0 if request_id == "a0" else 300)
+    assert all(begin(programs, name) for name in "abcdefg") and not begin(programs, "h")
+    programs.ended("b0", 500, 1.0)
+    programs.came(turn("b", 1, 800), 1.1)
+    programs.ended("a0", 400, 1.2)
+    assert not programs.may_start("h0", 1.2 + UNANNOUNCED_S + 0.1), "b has grown by 400"
+    programs.ended("b1", 800, 2.0)
+    assert programs.may_start("h0", 2.0 + UNANNOUNCED_S + 0.1)
 
 
 def test_turns_of_programs_inside_are_let_in_always_and_know_when_it_began() -> None:
