@@ -55,10 +55,15 @@ def thinking_model(folder: Path) -> Path:
     return folder
 
 
+DRAFTS = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}'
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def node(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalNode]:
+    """Its answers are drafted, where vLLM refuses some settings of them."""
     model = thinking_model(tmp_path_factory.mktemp("thinking") / "model")
-    async with nodes.engine(None, adapters_dir=None, model=str(model), enable_lora=False) as node:
+    settings = {"adapters_dir": None, "model": str(model), "enable_lora": False, "speculative_config": DRAFTS}
+    async with nodes.engine(None, **settings) as node:
         yield node
 
 
@@ -77,6 +82,12 @@ async def test_a_thought_ends_when_its_budget_is_spent(node: LocalNode) -> None:
         held = await say(node, "My name is Bob.", thinking_token_budget=budget, **OPENED)
         assert held["token_ids"].index(CLOSES) == budget
         assert held["message"]["content"]
+
+
+async def test_a_call_that_is_not_wanted_is_not_begun(node: LocalNode) -> None:
+    tools = [{"type": "function", "function": TOOL}]
+    said = await say(node, "What is the weather in Paris?", tools=tools, tool_choice="none", bad_words=["at"])
+    assert CALLS not in said["token_ids"] and said["finish_reason"] == "stop"
 
 
 async def test_a_call_that_is_demanded_is_not_begun_within_the_thought(node: LocalNode) -> None:

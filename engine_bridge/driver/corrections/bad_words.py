@@ -99,7 +99,7 @@ def put_aside(params: Any) -> Iterator[list[str]]:
 
 
 async def ban_all_forms(params: Any, renderer: Any) -> None:
-    """Ban a request's bad words in all their forms."""
+    """Ban a request's bad words in all their forms, beside the tokens that are banned already."""
     if params is None or not params.bad_words:
         return
     loop = asyncio.get_running_loop()
@@ -107,4 +107,4 @@ async def ban_all_forms(params: Any, renderer: Any) -> None:
     forms = await loop.run_in_executor(
         renderer._executor, forms_of, params.bad_words, renderer.get_tokenizer()
     )
-    params._bad_words_token_ids = forms
+    params._bad_words_token_ids = Forms([*(params._bad_words_token_ids or ()), *forms])

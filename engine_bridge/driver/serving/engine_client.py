@@ -345,9 +345,11 @@ class BridgeEngineClient(EngineClient):
             self._ban(params, self._ends_of_thought)
 
     def _ban(self, params: SamplingParams, tokens: Iterable[int]) -> None:
-        """Take tokens from an answer, unless the request says otherwise of them. Where answers are drafted, vLLM refuses all that says so."""
+        """Take tokens from an answer. Where answers are drafted, vLLM refuses a bias but not words that an answer may not hold."""
         if self.vllm_config.speculative_config is None:
             params.logit_bias = dict.fromkeys(tokens, -100.0) | (params.logit_bias or {})
+        else:
+            params._bad_words_token_ids = [[token] for token in tokens]
 
     async def _continue(self, request: EngineCoreRequest, history: bytes, text: str) -> None:
         """Replace the ids to which a session's text was encoded by the session's own, as far as they fit."""
