@@ -38,8 +38,8 @@ AIMS = {
     "without_evidence": "aim 0",
     "failed_plays": "aim 0",
 }
-# Layers with a window beside layers without: the family in which most can go wrong.
-QUICK = "gemma3"
+# Layers with a window beside layers without, and pictures: the family in which most can go wrong.
+QUICK = "gemma3-vision"
 
 
 def all_plays(*, is_quick: bool) -> dict[str, Play]:
