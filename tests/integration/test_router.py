@@ -101,8 +101,16 @@ async def listed(http: Http) -> dict[str, Any]:
     return shown
 
 
-async def test_sessions_spread_and_go_on_at_home(router: Router, server: Server, chat: ChatClient) -> None:
-    first, second = await asyncio.gather(ask(chat, SECRET), ask(chat, SECRET))
+async def test_sessions_spread_and_go_on_at_home(
+    router: Router, server: Server, chat: ChatClient, http: Http
+) -> None:
+    async def both_are_open() -> bool:
+        return (await told(http.get("/v1/nodes")))["totals"]["num_open"] == 2
+
+    await settle(both_are_open)
+    # So long that the first still runs when the second is sent to a node.
+    long = LONG | {"max_tokens": 200}
+    first, second = await asyncio.gather(ask(chat, SECRET, sampling=long), ask(chat, SECRET, sampling=long))
     assert first[0] == second[0], "both nodes say the same"
     homes = {done.session_id: router.home_of("", done.session_id) for _, done in (first, second)}
     assert sorted(homes.values()) == ["a", "b"]
