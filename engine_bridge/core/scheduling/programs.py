@@ -26,7 +26,7 @@ from engine_bridge.policy.scheduling.queue_policy import Waiting
 # and host memory's together, since each holds much that the other has, too. Chosen: `bench.emulated agents`.
 DEVICE_SHARE, HELD_SHARE = 1.2, 0.6
 # Programs are let in, however much those that are away hold, while those at work use less than this share of the device: memory that only waits for
-# tools is worth less than an idle device. Chosen: `bench.emulated agents`.
+# tools is worth less than an idle device. Chosen: bench/LOG.md, "Agents unlike those", where 0.8 was tried, too.
 BUSY_SHARE = 0.5
 # A program that left without an announced return is over after this time. Chosen: the word comes with the end of its answer, and single requests that
 # offer tools keep others out for so long.
