@@ -1,6 +1,6 @@
 """Is an order of starting ever worse than vLLM's own queue, and what does it gain?
 
-    python -m bench.emulated order [--quick] [--part orders|starved ...] [--seeds N] [--seed N] [--jobs N]
+    python -m bench.emulated order [--quick] [--part orders|steps|starved ...] [--seeds N] [--seed N] [--jobs N]
 
 Loads are shares of what vLLM's own queue answers of the same requests. Traces: those of `core/traces.py`, recorded ones and made ones whose prompts
 and answers go apart, each without adapters and with 50 adapters on 16 slots. Where recorded ones are missing (`is_recorded`), lengths are drawn
@@ -13,6 +13,9 @@ adapters of one rank. Each change is the geometric mean over the seeds, with the
 orders    the default and `mlq`: `default_p99_vs_vllm_worst_mean` is the worst trace and load, by the mean over seeds; `worst_play` the worst seed of
           all; `p50_change_median` the median over traces and loads; `worst_class_p99` the worst class of any trace and load, by the mean over seeds.
           Beside each stands the same `without_adapters` and `with_adapters` alone, and for `mlq`
+steps     the first seed without adapters at 1.1: the default order with steps as long as the table says (`--max-step-ms` as it is by default), mean
+          time from arrival to end. Over that of the default order with vLLM's own 2,048 tokens a step, of vLLM's queue with them, and of vLLM's queue
+          with the best of `FIXED_STEPS` for each trace: geometric means over the traces, and the worst of them
 starved   one request for a third adapter while two that fill the memory are asked for without a pause (`starved_wait_s`), the worse of both orders
 
 The last line is JSON.
@@ -55,6 +58,8 @@ AIMS = {
 }
 ACCURACY = 0.8
 NUM_ADAPTERS, NUM_SLOTS = 50, 16
+# Tokens of a step: vLLM's default first. And the longest step of the default settings.
+FIXED_STEPS, MAX_STEP_S = (2048, 512, 256), 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,8 @@ class Point:
     Attributes:
         load: share of the capacity; 0: all requests come at once.
         capacity_per_s: requests that vLLM's own queue answers a second, by seed.
+        step_tokens: most tokens of a step.
+        max_step_s: as `--max-step-ms`; 0: steps are as long as vLLM makes them.
     """
 
     order: str
@@ -72,6 +79,8 @@ class Point:
     num: int
     load: float = 0.0
     capacity_per_s: tuple[tuple[int, float], ...] = ()
+    step_tokens: int = FIXED_STEPS[0]
+    max_step_s: float = 0.0
     seed: int = 0
 
     @property
@@ -104,7 +113,13 @@ def _policy(order: str) -> str | MakePolicy:
 def play(point: Point) -> list[Job]:
     """Play a point."""
     guesser = Classes([row[2] for row in trace_rows(point.trace)], ACCURACY, point.seed)
-    engine = Engine(pool_blocks(COST), max_tokens=MAX_TOKENS, has_prefix_cache=False)
+    engine = Engine(
+        pool_blocks(COST),
+        step_tokens=point.step_tokens,
+        max_tokens=MAX_TOKENS,
+        max_step_s=point.max_step_s,
+        has_prefix_cache=False,
+    )
     ranks = Pool(NUM_ADAPTERS).rank_of if point.has_adapters else ()
     memory = AdapterMemory(NUM_SLOTS)
     return play_on_node(
@@ -127,7 +142,7 @@ def _classes(jobs: Sequence[Job]) -> dict[str, list[Job]]:
 
 
 def serve(point: Point) -> dict[str, float]:
-    """Play a point and return P50 and P99 of TTFT, and P99 of each class, in seconds.
+    """Play a point and return P50 and P99 of TTFT, P99 of each class, and the mean time from arrival to end, in seconds.
 
     For requests that come all at once, return the answers a second from the first fifth of answers to the fourth, while some always wait.
     """
@@ -138,6 +153,7 @@ def serve(point: Point) -> dict[str, float]:
         return {"capacity_per_s": (last - first) / (ended_s[last] - ended_s[first])}
     ttft_s = [job.ttft_s for job in jobs]
     found = {f"ttft_p{share}": quantile(ttft_s, share / 100) for share in (50, 99)}
+    found["latency"] = statistics.fmean(job.ended_s - job.arrival.at_s for job in jobs)
     for name, own in _classes(jobs).items():
         found[f"class {name}"] = quantile([job.ttft_s for job in own], 0.99)
     return found
@@ -178,13 +194,18 @@ def summary(own: Sequence[Mapping[str, float]]) -> dict[str, float]:
     }
 
 
+def _stock(bench: Bench, trace: str, has_adapters: bool) -> Point:
+    """Return a point of vLLM's own queue that knows its capacity."""
+    at_once = Point("vllm", trace, has_adapters, int(bench.size))
+    capacities = zip(bench.seeds, bench.values(at_once, itemgetter("capacity_per_s")), strict=True)
+    return replace(at_once, capacity_per_s=tuple(capacities))
+
+
 def _rows(bench: Bench, orders: Sequence[str]) -> list[dict[str, Any]]:
     """Return the changes by each of these orders in each setting at each load."""
     rows: list[dict[str, Any]] = []
     for trace, has_adapters in itertools.product(TRACES, (False, True)):
-        at_once = Point("vllm", trace, has_adapters, int(bench.size))
-        capacities = zip(bench.seeds, bench.values(at_once, itemgetter("capacity_per_s")), strict=True)
-        stock = replace(at_once, capacity_per_s=tuple(capacities))
+        stock = _stock(bench, trace, has_adapters)
         loads = [replace(stock, load=load) for load in LOADS]
         bench.play(replace(point, order=order) for point in loads for order in ("vllm", *orders))
         for point in loads:
@@ -218,6 +239,28 @@ def orders_part(bench: Bench) -> None:
             bench.figure(("mlq", *place, name.removeprefix("default_")), [value], unit="number")
 
 
+def steps_part(bench: Bench) -> None:
+    """Compare steps as long as the table says with steps of a fixed number of tokens."""
+    bench = replace(bench, seeds=bench.seeds[:1])
+    rows: dict[str, dict[str, float]] = {}
+    for trace in TRACES:
+        stock = replace(_stock(bench, trace, False), load=1.1)
+        fixed = [replace(stock, step_tokens=num) for num in FIXED_STEPS]
+        ours = replace(stock, order=DEFAULT_POLICY)
+        own = replace(ours, max_step_s=MAX_STEP_S)
+        bench.play((*fixed, ours, own))
+        latency_s = {point: bench.values(point, itemgetter("latency"))[0] for point in (*fixed, ours, own)}
+        best = min(fixed, key=latency_s.__getitem__)
+        peers = {"default": stock, "best": best, "unpaced": ours}
+        rows[trace] = {name: latency_s[own] / latency_s[peer] for name, peer in peers.items()}
+        bench.note(("steps", "at", trace), rows[trace] | {"best_step_tokens": best.step_tokens})
+    for name in ("default", "best", "unpaced"):
+        ratios = [row[name] for row in rows.values()]
+        aim = 1.0 if name == "best" else None
+        bench.figure(("steps", f"latency_vs_{name}"), [statistics.geometric_mean(ratios)], aim, unit="ratio")
+        bench.figure(("steps", f"latency_vs_{name}_worst"), [max(ratios)], unit="ratio")
+
+
 def starved_part(bench: Bench) -> None:
     """Play the scene of a third adapter."""
     bench.figure(("starved_wait_s",), [max(map(starved_wait_s, (DEFAULT_POLICY, "mlq")))], unit="s")
@@ -227,7 +270,7 @@ TABLE = Table(
     "emulated-order",
     "Orders of starting against vLLM's own queue",
     serve,
-    {"orders": orders_part, "starved": starved_part},
+    {"orders": orders_part, "steps": steps_part, "starved": starved_part},
     (NUM_REQUESTS, NUM_REQUESTS),
     "the same",
     seeds=3,

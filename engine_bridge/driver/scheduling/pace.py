@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from engine_bridge.core.scheduling.pacer import Pacer, StepBounds
@@ -46,6 +47,8 @@ class Pace:
         if target_s and config.enable_chunked_prefill:
             self.pacer = Pacer(table, target_s, scheduler.max_num_scheduled_tokens)
         self._threshold = config.long_prefill_token_threshold
+        self._most_tokens = scheduler.max_num_scheduled_tokens
+        self._has_whole_pictures: bool = config.disable_chunked_mm_input
         # Prompts of models with recurrent layers are computed in whole blocks; 1 where a prompt may end a step anywhere.
         is_by_block = scheduler.need_mamba_block_aligned_split
         self._whole_block_tokens: int = scheduler.cache_config.block_size if is_by_block else 1
@@ -53,9 +56,15 @@ class Pace:
         self._under_way: deque[tuple[Any, tuple[int, int, int], StepWork, float]] = deque()
         self._last_end_s = -math.inf
 
-    def set_bounds(self, bounds: StepBounds) -> None:
-        """Make vLLM's next step keep to these bounds."""
-        scheduler, num_tokens, block_tokens = self._scheduler, bounds.num_tokens, self._whole_block_tokens
+    def set_bounds(self, bounds: StepBounds, starting: Iterable[Any] = ()) -> None:
+        """Make vLLM's next step keep to these bounds. starting: vLLM's requests that may start in it."""
+        scheduler, block_tokens = self._scheduler, self._whole_block_tokens
+        # Where a model reads a whole picture at each of its tokens, vLLM computes the picture in one step as long as there is room for it.
+        if self._has_whole_pictures and any(
+            map(_has_picture_ahead, itertools.chain(scheduler.running, starting))
+        ):
+            bounds = StepBounds(self._most_tokens, None)
+        num_tokens = bounds.num_tokens
         # Beside the tokens of the requests that run there may be no room for a whole block, of which vLLM computes no part if it fits into a step.
         num_running_tokens = len(scheduler.running) * (1 + scheduler.num_spec_tokens)
         if num_running_tokens < block_tokens - 1 < num_tokens < block_tokens + num_running_tokens:
@@ -94,3 +103,12 @@ class Pace:
                 self.times.observe(ranked, seconds)
                 break
         self._last_end_s = now
+
+
+def _has_picture_ahead(request: Any) -> bool:
+    """Return whether a part of a request's pictures is still to be computed."""
+    pictures = request.mm_features
+    if not pictures:
+        return False
+    last = pictures[-1].mm_position
+    return bool(request.num_computed_tokens < last.offset + last.length)

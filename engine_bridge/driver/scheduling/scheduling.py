@@ -269,7 +269,7 @@ class Scheduling:
             self._preempt(scheduler, self._requests[request_id])
         self.queue.begin_step(plan.request_ids)
         if self.pace is not None and plan.bounds is not None:
-            self.pace.set_bounds(plan.bounds)
+            self.pace.set_bounds(plan.bounds, map(self._requests.__getitem__, plan.request_ids))
         if self.dispatcher.policy.victim_order is not None:
             self._arrange_victims(
                 scheduler, _progress(scheduler.running) if plan.squash or plan.pause else running, now

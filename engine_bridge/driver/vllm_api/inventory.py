@@ -72,6 +72,7 @@ vllm.v1.request:Request ENGINE
     call __init__(request_id, prompt_token_ids, sampling_params, pooling_params, *, mm_features, lora_request, cache_salt, block_hasher)
     read arrival_time block_hashes cache_salt lora_request max_tokens num_computed_tokens num_output_tokens num_preemptions num_prompt_tokens
         num_tokens priority request_id sampling_params session_id status structured_output_request
+    PACE: read mm_features
     KV_TIERS: read skip_reading_prefix_cache
     KV_TIERS: write lora_request
 vllm.multimodal.inputs:MultiModalFeatureSpec ENGINE
@@ -210,6 +211,7 @@ vllm.v1.core.sched.async_scheduler:AsyncScheduler ENGINE
 vllm.config:SchedulerConfig PACE at vllm_config.scheduler_config
     ENGINE: read async_scheduling
     read enable_chunked_prefill
+    PACE: read disable_chunked_mm_input
     ENGINE: read async_scheduling
     write long_prefill_token_threshold
     PROFILING: read max_num_batched_tokens max_num_seqs

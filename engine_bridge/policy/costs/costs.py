@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -148,6 +148,10 @@ class StepTable:
                 u, v, w = (0.0 if other == axis else edge[other] for other in range(3))
                 seconds += (share - 1) * (at_edge - self._within(low, (u, v, w)))
         return seconds * self._slowness
+
+    def prefill_sizes(self, least: int, most: int) -> Sequence[int]:
+        """Return the grid's numbers of prefilled tokens from `least` to below `most`."""
+        return self._prefill[bisect_left(self._prefill, least) : bisect_left(self._prefill, most)]
 
     def _within(self, low: int, shares: tuple[float, float, float]) -> float:
         """Return the seconds of a point in a cell, on a machine of the usual speed.

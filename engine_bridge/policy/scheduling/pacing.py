@@ -2,7 +2,8 @@
 
 vLLM takes as many tokens into a step as fit its budget. Where computation takes most of the time (a CPU, a small GPU), a step with five prompts
 gives all of them their first token at its end, and every user who streams waits for it. Short steps give short prompts their first token early; the
-work is the same. Source: chunked prefill is Sarathi's (Agrawal et al., OSDI 2024); by predicted time, and with the order left to the policy, ours.
+work is the same, and less where a device can compute prompts while it waits for its memory. Source: chunked prefill is Sarathi's (Agrawal et al.,
+OSDI 2024); by predicted time, and with the order left to the policy, ours.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from engine_bridge.policy.costs.costs import StepGrid, StepTable
 UNDER_WAY_SHARE = 0.5
 # Prompts get at least this multiple of the time of a step's decodes. Chosen: where decodes take long, short steps would only repeat them.
 MIN_PREFILL_TIMES = 3.0
+# The same as a share of the speed at which prompts are computed alone.
+MIN_PREFILL_SPEED = MIN_PREFILL_TIMES / (1 + MIN_PREFILL_TIMES)
+# A step computes fewer prompt tokens than it could only where it then does this many times as much work in its time. Chosen: a table's usual error.
+LEAST_GAIN = 1.1
 # A step computes at least this many prompt tokens, however long it takes: with fewer, a CPU's matrix products get slower per token. Chosen.
 MIN_PREFILL_TOKENS = 64
 # Grid of a table that was not measured ahead. Chosen: corners of the possible steps; real ones correct it.
@@ -52,6 +57,8 @@ def pace(
 ) -> StepPace:
     """Return the pace with the most prompt tokens that keep the step within `target_s`, or that take MIN_PREFILL_TIMES the time of its decodes.
 
+    Where fewer tokens do more work in their time, it has no more than these: see `efficient_prefill_tokens`.
+
     Args:
         table: predicts the seconds of a step.
         target_s: seconds that a step should take at most.
@@ -63,9 +70,36 @@ def pace(
     """
     decodes_s = table.step_s(0, num_decodes, num_context_tokens)
     target_s = min(max(target_s, (1 + MIN_PREFILL_TIMES) * decodes_s), bound_s)
+    most_tokens = efficient_prefill_tokens(table, num_decodes, num_context_tokens, most_tokens)
     num = most_prefill_tokens(table, target_s, num_decodes, num_context_tokens, most_tokens)
     kept = min(sum(under_way), max(int(num * UNDER_WAY_SHARE), 1))
     return StepPace(prefill_tokens=num, starting_tokens=num - kept, num_prefilling=len(under_way))
+
+
+def efficient_prefill_tokens(
+    table: StepTable, num_decodes: int, num_context_tokens: int, most_tokens: int
+) -> int:
+    """Return the prompt tokens with which a step beside decodes does the most work in its time, while prompts keep MIN_PREFILL_SPEED.
+
+    Work counts as the seconds that prompts and decodes take in steps of their own. A GPU reads the weights and the KV of all decoding requests in
+    each step, and computes some hundred prompt tokens in that time: spread over many steps a prompt is nearly free, and holds up no stream. Where
+    each token takes its time, as on most CPUs, the largest step does the most.
+
+    Source: decode-maximal batches are Sarathi's (Agrawal et al., OSDI 2024), whose size is fixed ahead; by a table that real steps correct, ours.
+    """
+    if not num_decodes:
+        return most_tokens
+    token_s = table.step_s(most_tokens, 0, 0) / most_tokens
+    decodes_s = table.step_s(0, num_decodes, num_context_tokens)
+    best, most_work = most_tokens, 0.0
+    for num in (most_tokens, *table.prefill_sizes(MIN_PREFILL_TOKENS, most_tokens)):
+        seconds = table.step_s(num, num_decodes, num_context_tokens)
+        work = (num * token_s + decodes_s) / seconds if seconds else math.inf
+        if num == most_tokens:
+            most_work = LEAST_GAIN * work
+        elif work > most_work and num * token_s >= MIN_PREFILL_SPEED * seconds:
+            best, most_work = num, work
+    return best
 
 
 def most_prefill_tokens(

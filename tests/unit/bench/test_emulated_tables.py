@@ -70,7 +70,7 @@ def of_errors(point: adaptivellm.Point) -> adaptivellm.Outcome | dict[str, float
     return adaptivellm.Outcome(*(number((point, at)) for at in range(3)), swapped=1)
 
 
-ORDERED = ("capacity_per_s", "ttft_p50", "ttft_p99", "class 8")
+ORDERED = ("capacity_per_s", "ttft_p50", "ttft_p99", "latency", "class 8")
 OUTCOMES: dict[str, Callable[[Any], Any]] = {
     "adapter_cache": lambda point: dict.fromkeys(POLICIES, number(point)),
     "adaptivellm": of_errors,

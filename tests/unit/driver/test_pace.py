@@ -63,7 +63,9 @@ def test_a_steps_work_is_what_vllm_has_scheduled(step: SchedulerOutput, work: tu
 
 def scheduler(block_tokens: int = 0) -> Any:
     """block_tokens: of the blocks of recurrent layers, in which prompts are computed; 0 where there are none."""
-    config = SimpleNamespace(enable_chunked_prefill=True, long_prefill_token_threshold=0)
+    config = SimpleNamespace(
+        enable_chunked_prefill=True, long_prefill_token_threshold=0, disable_chunked_mm_input=False
+    )
     requests = {name: with_rank(rank) for name, rank in (("old0", 0), ("old1", 8), ("new0", 16))}
     return SimpleNamespace(
         scheduler_config=config,
@@ -101,6 +103,29 @@ def test_a_prompt_that_is_computed_in_whole_blocks_gets_on_beside_requests_that_
     engine = scheduler(block_tokens)
     Pace(engine, nothing, nothing, 0.0).set_bounds(StepBounds(wished, None))
     assert engine.max_num_scheduled_tokens == bound
+
+
+@pytest.mark.parametrize(
+    ("is_whole", "num_computed", "is_bounded"),
+    [(True, 0, False), (True, 10, False), (True, 265, False), (True, 266, True), (False, 10, True)],
+)
+@pytest.mark.parametrize("is_starting", [True, False])
+def test_a_picture_that_a_model_reads_as_a_whole_is_not_cut(
+    is_whole: bool, num_computed: int, is_bounded: bool, is_starting: bool
+) -> None:
+    """Its 256 tokens begin at the tenth. Beside it runs a request without a picture."""
+    at = SimpleNamespace(mm_position=SimpleNamespace(offset=10, length=256))
+    seeing = SimpleNamespace(mm_features=[at], num_computed_tokens=num_computed)
+    nothing: Any = None
+    engine = scheduler()
+    engine.scheduler_config.disable_chunked_mm_input = is_whole
+    pace = Pace(engine, nothing, nothing, 0.0)
+    engine.running = [SimpleNamespace(mm_features=[], num_computed_tokens=5)]
+    if not is_starting:
+        engine.running.append(seeing)
+    pace.set_bounds(StepBounds(64, 32), [seeing] if is_starting else [])
+    bounds = engine.max_num_scheduled_tokens, engine.scheduler_config.long_prefill_token_threshold
+    assert bounds == ((64, 32) if is_bounded else (2048, 0))
 
 
 class Bench:

@@ -1,6 +1,7 @@
 """Steps are as long as they may be, and prompts under way always get on."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -28,6 +29,37 @@ def test_no_more_tokens_would_have_fitted(target_s: float, most_tokens: int) -> 
     num = most_prefill_tokens(LINEAR, target_s, 4, 0, most_tokens)
     assert num == pacing.MIN_PREFILL_TOKENS or LINEAR.step_s(num, 4, 0) <= target_s
     assert num == most_tokens or LINEAR.step_s(num + 1, 4, 0) > target_s
+
+
+def on_device(points: Sequence[tuple[int, int, int]]) -> list[float]:
+    """Steps of a GPU: 20 ms for its memory, in which it computes 256 tokens, and 5 ms besides."""
+    return [0.005 + max(0.02, 0.02 / 256 * (prefill + decodes)) for prefill, decodes, _ in points]
+
+
+AXES = (0, 32, 64, 128, 256, 512, 1024, 2048), (0, 1, 8, 64), (0, 1 << 20)
+
+
+@pytest.mark.parametrize(("num_decodes", "num_tokens"), [(0, 2048), (1, 256), (8, 256)])
+def test_beside_decodes_a_step_computes_what_its_memory_leaves_time_for(
+    num_decodes: int, num_tokens: int
+) -> None:
+    table = StepTable.of(on_device, *AXES)
+    assert pace(table, 0.5, num_decodes, 1000, [], 2048).prefill_tokens == num_tokens
+    assert pace(table, 0.5, num_decodes, 1000, [], 200).prefill_tokens == 200, "the engine's own bound"
+
+
+def test_prompts_keep_their_speed_where_each_step_costs_much() -> None:
+    slow = StepTable.of(lambda points: [0.012 + seconds for seconds in on_device(points)], *AXES)
+    alone_s = slow.step_s(2048, 0, 0) / 2048
+    assert 256 * alone_s < pacing.MIN_PREFILL_SPEED * slow.step_s(256, 4, 1000)
+    assert pace(slow, 0.5, 4, 1000, [], 2048).prefill_tokens == 512
+
+
+@given(st.integers(0, 64), st.integers(0, 1 << 20), st.integers(1, 4096))
+def test_where_each_token_takes_its_time_the_largest_step_is_best(
+    num_decodes: int, num_context: int, most_tokens: int
+) -> None:
+    assert pacing.efficient_prefill_tokens(LINEAR, num_decodes, num_context, most_tokens) == most_tokens
 
 
 @pytest.mark.parametrize(("starting", "chunk"), [(0, 75), (50, 62), (100, 50), (500, 50)])
