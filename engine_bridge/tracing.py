@@ -60,11 +60,8 @@ class Traces:
     ) -> Iterator[Span]:
         """Keep a span while a request is served; its status is an error where the block raises.
 
-        Args:
-            name: the operation, without anything that clients put in.
-            traceparent: the client's own; "" or a malformed one begins a trace.
-            attributes: facts of the request, without texts of users.
-            begun_s: Unix time; now without it.
+        name: the operation, without anything that clients put in. traceparent: the client's own; "" or a malformed one begins a trace. attributes:
+        without texts of users. begun_s: Unix time; now without it.
         """
         start_ns = None if begun_s is None else int(begun_s * 1e9)
         span = self.tracer.start_span(

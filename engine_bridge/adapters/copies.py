@@ -50,10 +50,7 @@ class Copies:
     def make(self, content_hash: str, path: str, wanted: Iterable[str]) -> None:
         """Copy an adapter if there is room. Raises AdapterRejected (`changed`) if its files have changed.
 
-        Args:
-            content_hash: names the content.
-            path: the adapter's folder.
-            wanted: contents whose copies must not be deleted to make room.
+        content_hash: of the files in the folder `path`. wanted: contents whose copies must not be deleted to make room.
         """
         if not self._has_folder or self._is_kept(content_hash, path) or self._clock() < self._paused_until_s:
             return

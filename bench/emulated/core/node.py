@@ -223,12 +223,8 @@ class EmulatedNode:
     ) -> str:
         """Announce a request of this session, and return the advisory's id.
 
-        Args:
-            session: the session.
-            arrival_s: the request comes this many seconds from now or later; None: at an unknown time.
-            priority: as of advisories.
-            lifetime_s: for how long the order of requests counts on it.
-            probability: that it comes.
+        arrival_s: it comes this many seconds from now or later; None: at an unknown time. lifetime_s: for how long the order of requests counts on
+        it. probability: that it comes.
         """
         if self.scheduling is not None:
             self.scheduling.announced(session, lifetime_s)

@@ -77,13 +77,9 @@ class StepCost:
         num_context: int = 0,
         sum_rank: int = 0,
     ) -> float:
-        """Return the seconds of a step that computes these chunks and one token for each of `num_decodes` requests.
+        """Return the seconds of a step that computes these parts of prompts and one token for each of `num_decodes` requests.
 
-        Args:
-            chunks: the parts of prompts.
-            num_decodes: the requests that decode.
-            num_context: tokens of KV that the decoding requests attend to.
-            sum_rank: ranks of their adapters, as the kernel reads them.
+        num_context: tokens of KV that the decoding requests attend to. sum_rank: ranks of their adapters, as the kernel reads them.
         """
         compute_s = num_decodes * (self._token_s + self._head_s) + num_context * self._pair_s
         memory_s = self._weights_s + num_context * self._kv_token_s
@@ -208,14 +204,9 @@ def work_of(
 ) -> StepWork:
     """Return the work of the step that vLLM has just scheduled.
 
-    A request gets a token if all its tokens are computed by then; it decodes if that took one token alone.
-
-    Args:
-        cost: the cost of steps on this device.
-        num_scheduled_tokens: tokens of the step, by request.
-        requests: vLLM's, which count a step's tokens as computed once it is scheduled.
-        ranks: of requests' adapters.
-        assisted: ids of adapters that the host computes.
+    A request gets a token if all its tokens are computed by then; it decodes if that took one token alone. num_scheduled_tokens: by request.
+    requests: vLLM's, which count a step's tokens as computed once it is scheduled. ranks: of requests' adapters. assisted: ids of adapters that the
+    host computes.
     """
     chunks: list[Chunk] = []
     giving: list[str] = []

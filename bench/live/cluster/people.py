@@ -109,12 +109,7 @@ class People:
         self.loads: list[list[int]] = []
 
     async def live(self, seconds: float, when_warm: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Let all people ask.
-
-        Args:
-            seconds: how long questions count, after the warm-up.
-            when_warm: called at the end of the warm-up.
-        """
+        """Let all people ask. seconds: how long questions count, after the warm-up. when_warm: called at the end of the warm-up."""
         self._count_from_s = time.monotonic() + WARM_UP_S
         until_s = self._count_from_s + seconds
         watching = asyncio.create_task(self._watch(until_s))

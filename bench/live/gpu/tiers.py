@@ -147,15 +147,9 @@ def kv_flags(shape: ModelShape, device: str, kv_gib: float) -> list[str]:
 async def serving(
     shape: ModelShape, device: str, histories: Histories, folder: Path, log: Path, *flags: str
 ) -> AsyncIterator[Client]:
-    """Serve this model with tiers for all histories; yield a client until the block ends.
+    """Serve this model on "cpu" or "cuda" with tiers that have room for all histories; yield a client until the block ends.
 
-    Args:
-        shape: the model.
-        device: "cpu" or "cuda".
-        histories: for which there is to be room.
-        folder: the server's data folder.
-        log: the file for the server's output.
-        *flags: more flags of `overture serve`.
+    folder: the server's data folder. log: the file for its output. *flags: more of `overture serve`.
     """
     has_weights = shape != SHAPES["8b"]
     kv_gib = histories.repeats * sum(histories.tokens) * shape.kv_token_bytes / 2**30

@@ -361,11 +361,8 @@ class Ours(Engine):
     def use(self, policy: str, history: list[list[Any]], rate_per_s: float, way: str = "cheaper") -> None:
         """Let this policy decide from now on which request starts, with no other knowledge than `history`.
 
-        Args:
-            policy: the name of the policy.
-            rate_per_s: requests a second.
-            history: earlier requests at this rate: prompt tokens, answer tokens, adapter (or None). Lanes and predictor are fitted to them.
-            way: how a preempted request gets its KV back: "cheaper", or "swap".
+        history: earlier requests at this rate: prompt tokens, answer tokens, adapter (or None). Lanes and predictor are fitted to them. way: how a
+        preempted request gets its KV back: "cheaper", or "swap".
         """
         ranks = {record.name: record.rank for record in self.node._catalog.served()}
         self.on_engine(lambda driver: inside.change_policy(driver, self.node, policy))

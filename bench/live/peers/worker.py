@@ -142,15 +142,9 @@ def start_alike(
 def start_workers(
     arms: Mapping[str, tuple[str, Settings]], folder: Path, stack: ExitStack
 ) -> dict[str, Worker]:
-    """Start engines side by side and return them by name once all are ready; they end with `stack`.
+    """Start engines side by side and return them by name once all are ready; they end with `stack`. Raises WorkerFailed if one does not start.
 
-    Args:
-        arms: the kind and the settings of each engine, by name.
-        folder: for the files that get what the engines print.
-        stack: ends the engines when it is closed.
-
-    Raises:
-        WorkerFailed: if an engine does not start.
+    arms: the kind and the settings of each engine, by name. folder: for the files that get what the engines print.
     """
     workers = {
         name: stack.enter_context(Worker(name, kind, settings, folder))

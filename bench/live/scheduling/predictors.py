@@ -40,15 +40,9 @@ def measure(
     num_tight: int,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Measure the errors.
+    """Measure the errors. traffic: of the base model. profile_dir: where `overture profile` has kept its tables. folder: for the engine's files.
 
-    Args:
-        traffic: of the base model.
-        profile_dir: where `overture profile` has kept its tables.
-        folder: for the engine's files.
-        seconds: of the traffic.
-        num_tight: requests of tight memory.
-        say: prints how far the bench is.
+    seconds: of the traffic. num_tight: requests of tight memory.
     """
     settings = Settings.of(
         ModelShape(),

@@ -140,9 +140,7 @@ class OvertureServer(ServerProcess):
 def demo_server(*flags: str, **variables: str) -> Iterator[ServerProcess]:
     """Serve the demo model of this checkout; yield the server once it is ready, and stop it when the block ends.
 
-    Args:
-        flags: further flags of `overture serve`.
-        variables: of the server's environment, beside this process's.
+    flags: further ones of `overture serve`. variables: of the server's environment, beside this process's.
     """
     with tempfile.TemporaryDirectory() as name:
         log, data = Path(name) / "server.log", f"--data-dir={name}/data"

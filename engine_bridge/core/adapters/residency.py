@@ -156,9 +156,7 @@ class AdapterPlaces:
     def is_at_hand(self, adapter_id: int, *, may_assist: bool = True) -> bool:
         """Return whether a step could compute with this adapter as far as its weights are concerned.
 
-        Args:
-            adapter_id: an adapter of this engine.
-            may_assist: whether an adapter on its way into a slot counts too.
+        may_assist: whether an adapter on its way into a slot counts too.
         """
         version = self.table[adapter_id]
         if version.is_filled or self._has_device_source(version):

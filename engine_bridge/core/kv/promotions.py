@@ -106,12 +106,8 @@ class Promotions:
     ) -> None:
         """Expect a request of a session. A new advisory for the same session and salt replaces the old one.
 
-        Args:
-            advisory: names the session, and when its request is expected.
-            hashes: of the blocks that its prompt will begin with; empty: the blocks that the session's last request left.
-            salt: keeps its tenant's and adapter's KV apart.
-            on_change: called with a report at each change of its state.
-            now: the time in seconds, on the caller's clock.
+        hashes: of the blocks that its prompt will begin with; empty: the blocks that the session's last request left. salt: keeps its tenant's and
+        adapter's KV apart. on_change: called with a report at each change of its state.
         """
         whose = (advisory.session_id, salt)
         for replaced in (self._expected.get(whose), self._guesses.get(advisory.advisory_id)):

@@ -110,10 +110,7 @@ class LoadTracker:
     def facts(self, held_tokens: int, num_free_tokens: int, perf: NodePerf | None = None) -> NodeFacts:
         """Return the node's facts, under an empty name.
 
-        Args:
-            held_tokens: tokens of prompt and answer so far that running requests hold.
-            num_free_tokens: tokens of KV that no running request holds, cached or not.
-            perf: the node's measured speeds.
+        held_tokens: of prompts and answers so far that running requests hold. num_free_tokens: of KV that no running request holds, cached or not.
         """
         waiting, running = self._waiting, self._running
         to_come = max(running.charged_tokens - held_tokens, 0)

@@ -100,12 +100,8 @@ class LayoutsAhead:
     ) -> Layout | None:
         """Return a layout to be finished. None if the adapter has one already, none is needed, or there are too many.
 
-        Args:
-            adapter_id: the adapter.
-            num_bytes: bytes of the adapter.
-            weights_of: returns an adapter's weights, None if they have left host memory. It is called under the lock, so that a thread which takes
-                the weights away later finds the layout.
-            now: in seconds.
+        weights_of: returns an adapter's weights, None if they have left host memory. It is called under the lock, so that a thread which takes the
+        weights away later finds the layout.
         """
         with self._lock:
             total = sum(layout.num_bytes for layout, _ in self._layouts.values())

@@ -90,11 +90,7 @@ class Slots:
     ) -> None:
         """Make the layers compute rows of this slot with these weights from the next step on.
 
-        Args:
-            slot: the slot's number.
-            weights: the adapter's weights in host or device memory.
-            compute_for: returns, by the name of a layer, what computes its delta until it is in the slot.
-            layout: the layout of these weights, from `prepare`.
+        compute_for: returns, by the name of a layer, what computes its delta until it is in the slot. layout: of these weights, from `prepare`.
         """
         for name, layer in self._layers.items():
             module = weights.modules.get(name)

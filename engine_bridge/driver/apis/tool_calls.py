@@ -60,11 +60,9 @@ class NoFormToolParser(ToolParser):
 
 @cache
 def demands_as_json(parser: type, holds_calls: bool = False) -> type:
-    """Return a class of the same parser whose demanded calls are JSON by the tools' schemas, whatever the model's own form is.
+    """Return a class of the same parser of vLLM's whose demanded calls are JSON by the tools' schemas, whatever the model's own form is.
 
-    Args:
-        parser: a tool parser of vLLM's.
-        holds_calls: whether a call that the model makes by itself is held to the tools, too (`held_calls`); it then makes one call at a time.
+    holds_calls: whether a call that the model makes by itself is held to the tools, too (`held_calls`); it then makes one call at a time.
     """
 
     class DemandsAsJson(parser):

@@ -21,13 +21,7 @@ if TYPE_CHECKING:
 
 
 def install(off: Off, *, on_cpu: bool, has_adapters: bool) -> None:
-    """Replace parts of vLLM, except for features that are off.
-
-    Args:
-        off: features that are off.
-        on_cpu: whether the worker computes on a CPU.
-        has_adapters: whether its engine is built with LoRA.
-    """
+    """Replace parts of vLLM, except for features that are `off`. has_adapters: whether the worker's engine is built with LoRA."""
     if has_adapters and on_cpu:
         from engine_bridge.driver.lora import experts, lora
 

@@ -138,12 +138,8 @@ def namespace_of(
 ) -> Namespace:
     """Return the namespace of a built engine's KV. The layout names the CPU's instruction set where attention packs keys for it.
 
-    Args:
-        layers: how each rank keeps the KV.
-        layout: what a prefix needs of the layers.
-        num_ranks: how many processes share the engine's model; each has its part of a block.
-        vllm_config: the built engine's configuration.
-        arguments: see `arguments_that_count`.
+    layers: how each rank keeps the KV. layout: what a prefix needs of the layers. num_ranks: how many processes share the engine's model; each has
+    its part of a block. arguments: see `arguments_that_count`.
     """
     import torch
 

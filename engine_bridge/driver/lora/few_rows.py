@@ -167,10 +167,7 @@ def few_rows(
 def terms_at_a_time(num_terms: int, num_columns: int, *, is_shrink: bool = False) -> int | None:
     """Return how many products MKL adds to one element before it adds their sum; None if no such number gives MKL's bits.
 
-    Args:
-        num_terms: rows of the matrix.
-        num_columns: columns of the matrix.
-        is_shrink: whether the matrix is A, which `gemm.shrink` may cut.
+    num_terms, num_columns: rows and columns of the matrix. is_shrink: whether the matrix is A, which `gemm.shrink` may cut.
     """
     generator = torch.Generator().manual_seed(num_terms)
     x = torch.randn(12, num_terms, generator=generator)

@@ -103,13 +103,7 @@ class RankAdapters:
     def load(self, number: int, record: AdapterRecord, copy: str) -> int:
         """Read an adapter, and keep this rank's part of it under a number. Returns the part's bytes.
 
-        Args:
-            number: names the loaded part.
-            record: the adapter as it was registered.
-            copy: the path of a copy of its files; "" for none.
-
-        Raises:
-            AdapterRejected: its files cannot be used.
+        copy: the path of a copy of its files; "" for none. Raises AdapterRejected: its files cannot be used.
         """
         self._copy = copy
         whole = self._loader.load(record)

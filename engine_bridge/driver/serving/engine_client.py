@@ -207,16 +207,8 @@ class BridgeEngineClient(EngineClient):
     ) -> None:
         """Queue a validated request of an API, once its grammar is known to be harmless and its prompt begins with its session's ids.
 
-        Args:
-            unique_id: the request's id.
-            request: from `submit`.
-            stream: where its outputs go.
-            text: the prompt's text, if it has any.
-            tenant: whose request it is.
-            history: the session's token ids so far, packed; None where the prompt continues no session.
-
-        Raises:
-            BridgeError: the request cannot be queued; also vLLM's own errors.
+        request: from `submit`. stream: where its outputs go. text: the prompt's, if it has any. history: the session's token ids so far, packed; None
+        where the prompt continues no session. Raises BridgeError and vLLM's own errors: the request cannot be queued.
         """
         self.check_ready()
         self._streams.register(unique_id, stream)

@@ -432,9 +432,7 @@ class Overture:
 def settings_of(facts: Iterable[NodeFacts], slo_s: float | None = None) -> Settings:
     """Return the settings for nodes that report their speed: the median node's hold for nodes that do not report theirs yet.
 
-    Args:
-        facts: the facts of all nodes.
-        slo_s: seconds per token of an answer; None: SLO_TIMES the time that one request alone takes there.
+    slo_s: seconds per token of an answer; None: SLO_TIMES the time that one request alone takes there.
     """
     perfs = [node.perf for node in facts if node.perf is not None] or [UNKNOWN]
     middle = sorted(perfs, key=lambda perf: perf.decode.seconds(TYPICAL, TYPICAL_TOKENS))[len(perfs) // 2]

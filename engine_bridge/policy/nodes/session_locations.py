@@ -332,11 +332,7 @@ class Homes:
     ) -> Sent:
         """Route a request; its session is at home on the returned node from now on. `ended` must follow, with the ask's id, which is used once.
 
-        Args:
-            key: the session.
-            ask: the request.
-            now: the time in seconds, on the caller's clock.
-            avoid: nodes that have just failed this request.
+        avoid: nodes that have just failed this request.
         """
         session = self._known(key)
         told = self._end_announcement(session)
@@ -369,13 +365,8 @@ class Homes:
     def ended(self, request_id: str, *, num_tokens: int = 0, is_cut: bool = False) -> str:
         """Note that a request has ended. An ended request is ignored.
 
-        Args:
-            request_id: the ask's id.
-            num_tokens: tokens of which its session has KV now; 0 if that is unknown.
-            is_cut: whether its node failed, so that the KV that the node had made is out of reach.
-
-        Returns:
-            The node whose KV of the session will not be asked for any more, because the session has moved; "" for none.
+        num_tokens: of which its session has KV now; 0 if that is unknown. is_cut: whether its node failed, so that the KV that the node had made is
+        out of reach. Returns the node whose KV of the session will not be asked for any more, because the session has moved; "" for none.
         """
         request = self._requests.pop(request_id, None)
         if request is None:
@@ -524,14 +515,9 @@ class Homes:
     def _with_kv(
         self, ask: RequestEstimate, place: str, here: CachedKv, load_s: float, move_s: float = 0.0
     ) -> RequestEstimate:
-        """Return the ask with the KV that each node can use of the KV at a place.
+        """Return the ask with the KV that each node can use of the KV `here`, on the node at `place`.
 
-        Args:
-            ask: the request.
-            place: the node that has the KV.
-            here: the KV there.
-            load_s: seconds from host memory to a device.
-            move_s: seconds that moving costs beside the transfer.
+        load_s: from host memory to a device. move_s: that moving costs beside the transfer.
         """
         perf, node = self._perf(place), self._nodes[place]
         elsewhere = NO_KV

@@ -161,18 +161,11 @@ class Mlq(QueuePolicy):
     def begin_refit(
         self, lanes: Lanes, quotas: Sequence[int], weighted_sizes: Mapping[str, float] | None = None
     ) -> None:
-        """Take new lanes and a quota for each; `advance_refit` must follow. Until that is done, decisions use the old lanes.
+        """Take new lanes and a quota for each, in tokens; `advance_refit` must follow. Until that is done, decisions use the old lanes.
 
-        A refit that was not done yet is given up.
-
-        Args:
-            lanes: the new lanes.
-            quotas: the quota of each lane, in tokens.
-            weighted_sizes: sizes of known requests on the new lanes' scale, by request id, also of requests that arrive before the refit is done;
-                others keep theirs. They are looked up one by one, so a mapping may compute them on demand.
-
-        Raises:
-            ValueError: there is not one quota for each lane.
+        A refit that was not done yet is given up. weighted_sizes: of known requests on the new lanes' scale, by request id, also of requests that
+        arrive before the refit is done; others keep theirs. They are looked up one by one, so a mapping may compute them on demand. Raises ValueError
+        if there is not one quota for each lane.
         """
         if len(quotas) != lanes.num_lanes:
             raise ValueError("each lane has one quota")
@@ -536,10 +529,7 @@ class _Deciding(Plan):
 def earliest_start_s(missing: float, ends: Sequence[Running], now: float) -> float:
     """Return when `missing` more blocks are free, if all running requests end as predicted; late ones count as ending now.
 
-    Args:
-        missing: blocks that are not free yet.
-        ends: in order of predicted_end_s. If all of them do not suffice, the result is the last end.
-        now: the time in seconds, on the caller's clock.
+    ends: in order of predicted_end_s. If all of them do not suffice, the result is the last end.
     """
     at_s = now
     for each in ends:

@@ -182,15 +182,10 @@ class QueuePolicy(Protocol):
     def decide(
         self, waiting: Mapping[str, Waiting], running: Mapping[str, Running], room: StepRoom, now: float
     ) -> Decision:
-        """Return which requests start now. Changes no state.
+        """Return which requests start now. Changes no state. waiting, running: facts as of now; running: of all that hold device memory.
 
-        Args:
-            waiting: facts as of now for all that arrived and were not admitted; only the considered ones are looked up, so a mapping may work them
-                out on demand. Facts fixed at arrival (arrived_s, weighted_size, size_tokens, duration_s, priority, tenant) are the ones given to
-                `arrived`.
-            running: facts as of now for all that hold device memory.
-            room: the room in this step.
-            now: the time in seconds, on the caller's clock.
+        waiting: of all that arrived and were not admitted; only the considered ones are looked up, so a mapping may work them out on demand. Facts
+        fixed at arrival (arrived_s, weighted_size, size_tokens, duration_s, priority, tenant) are the ones given to `arrived`.
         """
         ...
 

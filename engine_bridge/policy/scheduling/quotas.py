@@ -238,14 +238,9 @@ class Ledger:
         return tokens
 
     def resize(self, quotas: Sequence[int], lane_of: Mapping[str, int] | None = None) -> None:
-        """Take new lanes and quotas.
+        """Take new lanes and quotas, in tokens. Raises ValueError if there is no lane, or a quota is negative.
 
-        Args:
-            quotas: the quota of each lane, in tokens.
-            lane_of: new lanes of requests that hold tokens; others keep theirs, or the last lane if there are fewer now.
-
-        Raises:
-            ValueError: there is no lane, or a quota is negative.
+        lane_of: new lanes of requests that hold tokens; others keep theirs, or the last lane if there are fewer now.
         """
         if not quotas or min(quotas) < 0:
             raise ValueError("there is at least one lane, and no quota is negative")

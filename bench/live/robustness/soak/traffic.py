@@ -123,14 +123,9 @@ class Client(ChatClient):
             self._socket.transport.abort()
 
     async def answered(self, question: Question, on_delta: OnDelta | None = None) -> Question:
-        """Return the question with its whole answer, whatever breaks meanwhile.
+        """Return the question with its whole answer, whatever breaks meanwhile. Raises GaveUp after PATIENCE_S.
 
-        Args:
-            question: the question to ask.
-            on_delta: called after each delta; it may cut the line.
-
-        Raises:
-            GaveUp: after PATIENCE_S.
+        on_delta: called after each delta; it may cut the line.
         """
         deadline_s = time.monotonic() + PATIENCE_S
         while True:
