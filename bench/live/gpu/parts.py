@@ -380,7 +380,7 @@ def adapters(run: Run, kind: str) -> Found:
 def over_http(run: Run) -> Found:
     """Histories as a client meets them: computed, resident, from host memory and disk, with advisories and without."""
     name, device = ("dry", "cpu") if run.sizes.is_dry else ("8b", "cuda")
-    _, found = asyncio.run(measure(name, device, run.sizes.histories))
+    found = asyncio.run(measure(name, device, run.sizes.histories))
     # With weights that vLLM makes up, answers hardly depend on the prompt: `correct` says more about correctness.
     yield {"is_right": found["tokens_identical"]} | found
 

@@ -265,10 +265,6 @@ class Ours(Engine):
         found: int = self.on_engine(lambda driver: self.tiers.copier.back.num_bytes)
         return found
 
-    def capacity(self) -> dict[str, int]:
-        """Return how many tokens of long prompts the device's KV memory holds, and its bytes."""
-        return self.on_engine(inside.capacity)
-
     def settle(self) -> None:
         """Return once the tiers have written everything. Raises TimeoutError."""
         if self.tiers is not None and not self.tiers.store.flush(SETTLE_TIMEOUT_S):

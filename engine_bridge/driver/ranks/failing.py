@@ -65,7 +65,6 @@ def telling(method: Callable[..., Returned]) -> Callable[..., Returned]:
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Returned:
-        """Call the method."""
         try:
             return method(*args, **kwargs)
         except Exception as error:
