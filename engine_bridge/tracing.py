@@ -30,12 +30,7 @@ _PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 
 
 class Traces:
-    """A tracer of this process, and its way to the collector.
-
-    Attributes:
-        tracer: makes spans; records nothing without an endpoint.
-        is_on: whether spans are recorded.
-    """
+    """A tracer of this process, and its way to the collector."""
 
     def __init__(self, endpoint: str | None) -> None:
         """Prepare to send spans to `endpoint`, by HTTP, or by gRPC where OTEL_EXPORTER_OTLP_TRACES_PROTOCOL says so; None sends none.

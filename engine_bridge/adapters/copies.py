@@ -30,11 +30,7 @@ CLEAR_EVERY_S: Final = 60.0
 
 
 class Copies:
-    """A node's copies. All methods but `path_of` wait for the disk: for worker threads.
-
-    Args:
-        state_dir: the data folder; None: nothing is copied.
-    """
+    """A node's copies. All methods but `path_of` wait for the disk: for worker threads. state_dir: the data folder; None: nothing is copied."""
 
     def __init__(self, state_dir: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._has_folder = state_dir is not None

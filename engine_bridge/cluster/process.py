@@ -79,7 +79,6 @@ class ProcessNode(RemoteNode):
     Args:
         command: the child's; the number of its socket is put behind it.
         settings: the bytes that it reads from its standard input.
-        what: what the log and errors call the process.
         environ: its environment; None for this process's own.
     """
 

@@ -334,8 +334,6 @@ class JsonReply(Struct, frozen=True):
     """A whole answer of an OpenAI- or Anthropic-shaped call.
 
     Attributes:
-        status: the HTTP status.
-        body: a JSON body.
         token_ids: of a session's call, all ids that the engine read and wrote, packed; b"" where they are not known.
         dropped: parts left out of the call so that its prompt fits.
         num_prompt_tokens: of a call for embeddings, the tokens of all inputs.

@@ -48,7 +48,6 @@ class EmulatedAdapters:
     Args:
         link: from host memory to the device.
         num_bytes: of each adapter; ids count from 1, as vLLM's do.
-        running: ids of adapters that requests run with.
         on_moved: called when a slot can be computed with.
     """
 

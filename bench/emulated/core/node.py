@@ -66,7 +66,6 @@ class EmulatedNode:
         tiers: host memory for KV that leaves the device; None: there is none.
         urgent_tpot_s: as `--urgent-tpot-ms`.
         noise: by which steps and copies take longer or shorter than the cost says.
-        stopwatch: what our scheduling takes is told by it.
     """
 
     def __init__(

@@ -50,12 +50,7 @@ def arrivals(lengths: Lengths, per_s: float, num: int, seed: int) -> list[Arriva
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """Results of a play.
-
-    Attributes:
-        jobs: in order of arrival.
-        scheduler_s: wall time in the scheduler alone.
-    """
+    """Results of a play. scheduler_s: wall time in the scheduler alone."""
 
     jobs: list[Job]
     num_steps: int

@@ -160,13 +160,7 @@ ACTIVATION_BYTES = 10**9
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The form of an engine's steps.
-
-    Attributes:
-        step_tokens: most tokens in one step.
-        max_running: most requests that run.
-        is_mixed: prompts are computed in chunks beside decoding requests; else whole, in steps without decoding.
-    """
+    """The form of an engine's steps. is_mixed: prompts are computed in chunks beside decoding requests; else whole, in steps without decoding."""
 
     step_tokens: int
     max_running: int

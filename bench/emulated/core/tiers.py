@@ -50,7 +50,6 @@ class TierSizes:
 
     Attributes:
         disk_bytes_per_s: each way; None for no disk.
-        policy: in place of the policy that serves.
         is_plain: whether host memory is as vLLM's own: the block used longest ago leaves first, whatever the device has, and is written once.
     """
 

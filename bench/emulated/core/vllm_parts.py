@@ -44,8 +44,6 @@ class Engine:
 
     Attributes:
         num_blocks: that requests may have; vLLM keeps one more to itself.
-        max_running: most requests that run at once.
-        step_tokens: most tokens of a step.
         max_tokens: longest prompt and answer together.
         max_step_s: as `--max-step-ms`, where the device has a table; 0: steps are as long as vLLM makes them.
         has_prefix_cache: whether blocks are found again.

@@ -29,7 +29,6 @@ class ToolLoop(ABC):
     """One conversation of one SDK.
 
     Args:
-        url: of the server.
         told: takes the observations of each call.
         is_named: whether calls name their session by a header.
     """

@@ -41,13 +41,10 @@ class Sizes:
     Attributes:
         is_dry: the demo model on a CPU.
         correct: prompts that are to come back from every tier.
-        streams: how many requests run at once.
         prompts: the prompts whose time to the first token is taken.
-        repeats: how often each of these prompts is taken.
         beside_streams: how many decode while conversations of `beside_tokens` come to the device, `beside_moves` of them, one a second.
         beside_answer: of each of these streams.
         num_adapters: the adapters that are served; `num_requests` requests ask for them, `requests_per_s` on average.
-        histories: of the play over HTTP.
         copied_mib: of each way of the copies.
     """
 

@@ -27,7 +27,6 @@ class Settings:
     """The settings of an engine; all engines of a run have the same model.
 
     Attributes:
-        folder: the folder in which this engine keeps its files.
         num_blocks: KV blocks on the device.
         adapters: pairs of a name and a PEFT folder; without any, LoRA is off.
         max_loras: adapters in one step.

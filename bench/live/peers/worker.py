@@ -46,8 +46,6 @@ class Worker:
     Args:
         name: of the engine, and of the file with its output.
         kind: which engine, a key of `KINDS`.
-        settings: the engine's.
-        folder: for that file.
     """
 
     def __init__(self, name: str, kind: str, settings: Settings, folder: Path) -> None:

@@ -42,8 +42,6 @@ class Rules(Struct, frozen=True, kw_only=True):
     """The bounds within which adapters are placed.
 
     Attributes:
-        host_bytes: memory for adapters in host memory.
-        num_slots: slots for adapters that steps compute with.
         step_room: the room that the adapters of all running requests may take together, in the units of `Version.room`; None: only the number
             of slots bounds them.
         cpu_assist: whether requests start while their adapter is still on its way into a slot.

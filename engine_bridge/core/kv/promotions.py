@@ -58,9 +58,6 @@ class Promotions:
     """Acts on advisories. Each accepted advisory reports its end exactly once. memory: the prefixes that sessions' next prompts will begin with.
 
     Args:
-        device: where promoted KV goes.
-        store: where it comes from.
-        layout: what a prefix needs of the engine's layers.
         host_bytes_per_s: returns the measured speed of copies between the two.
         prefill_s_per_token: returns the time to compute KV instead; None before it was measured.
         are_waiting: returns whether requests wait for host memory to restore their KV through.

@@ -61,7 +61,6 @@ class Pauses:
     """Knows urgent requests from their arrival, and others once they are paused: without urgent ones a step costs one look at `is_on`.
 
     Args:
-        decode_s: returns the predicted seconds of a step.
         slo_s: seconds that a step may take while an urgent request decodes; 0: no request is paused.
     """
 

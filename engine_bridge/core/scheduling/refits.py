@@ -53,9 +53,7 @@ class Refits:
     whole window.
 
     Args:
-        run: runs the work.
         refit_predictor: fits the predictor; may take seconds, and may raise.
-        rule: chooses the number of lanes.
     """
 
     def __init__(

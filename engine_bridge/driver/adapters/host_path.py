@@ -47,11 +47,7 @@ class ColdRows:
 
 
 class HostPath:
-    """The cold rows of the step that runs, in one engine.
-
-    Args:
-        layers: vLLM's plain LoRA layers by name.
-    """
+    """The cold rows of the step that runs, in one engine. layers: vLLM's plain LoRA layers by name."""
 
     current: HostPath | None = None
     """The host path of this process: the operator has no other way to find it."""

@@ -30,7 +30,6 @@ class Layout:
     """One adapter in its layers. The thread that needs a layer first lays it out: the loader's thread, or a step that has come to it.
 
     Args:
-        slices: by the name of the layer.
         memories: where the layout's memory comes from and returns to.
         make_few: makes the multiplication for few rows; see `pack_slot`.
     """

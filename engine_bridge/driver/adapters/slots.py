@@ -30,7 +30,6 @@ class StepLayout:
     """The layouts that steps have made themselves.
 
     Attributes:
-        slots: the slots that were laid out.
         num_bytes: their bytes, as `Layout.left_bytes` counts them.
         pack_s: seconds of laying out.
         all_s: the same, with waits for the loader's thread, which does some meanwhile.

@@ -75,7 +75,6 @@ class VllmDriver:
     """One `LLMEngine`, built, stepped and closed on the engine thread.
 
     Args:
-        config: the settings of the engine to build.
         adapters: versions that requests may name at once; later ones are added by `self.adapters`.
         report: called with a phrase at each stage of the start.
         tiers: the tiers for KV that leaves the device; the caller owns them, and they outlive this engine.

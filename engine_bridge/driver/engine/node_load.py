@@ -59,8 +59,6 @@ class LoadReader:
     Args:
         scheduler: vLLM's, with our seam.
         load: the load as our scheduling counts it; None where vLLM's own queue decides: then requests are counted one by one.
-        block_size: tokens in a block.
-        speeds: the speeds of this engine.
     """
 
     def __init__(self, scheduler: Any, load: LoadTracker | None, block_size: int, speeds: Speeds) -> None:

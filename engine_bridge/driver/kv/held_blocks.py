@@ -21,7 +21,6 @@ class HeldBlocks:
     """The blocks that copies hold. All methods are called on the engine thread; the functions that `keep` returns, on any.
 
     Args:
-        pool: vLLM's block pool.
         wake: called on any thread when `advance` has something to do.
     """
 

@@ -26,7 +26,6 @@ class LastSaves:
     The front of the queue is walked again when a third of the watched blocks are given away, or a request has ended or found KV on the device.
 
     Args:
-        pool: vLLM's block pool.
         tiers: of the same engine; their store is open.
         num_blocks: how many blocks to watch at least: see `num_leaving`.
     """

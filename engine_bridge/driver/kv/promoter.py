@@ -126,10 +126,7 @@ class Promoter:
     """Acts on advisories. If that fails, every advisory ends and the engine continues: advice may be lost, answers may not.
 
     Args:
-        pool: vLLM's block pool.
         tiers: the tiers that KV comes from, with their copier, the blocks that copies hold and the engine's layout. Their store is open.
-        count_requests: returns how many requests run and how many wait.
-        clock: in seconds.
     """
 
     def __init__(

@@ -51,11 +51,7 @@ def values_of(answers: Sequence[tuple[bool, Any]]) -> list[Any]:
 
 
 class Ranks:
-    """The ranks of one engine, as its process calls them. On the engine thread.
-
-    Args:
-        executor: vLLM's `MultiprocExecutor`.
-    """
+    """The ranks of one engine, as its process calls them. On the engine thread. executor: vLLM's `MultiprocExecutor`."""
 
     def __init__(self, executor: Any) -> None:
         self._executor = executor
@@ -122,11 +118,7 @@ class Ranks:
 
 
 class SentCopies:
-    """The copies that the ranks have been told of, and not all of them have made: those of steps, and those between two.
-
-    Args:
-        num_ranks: how many ranks answer.
-    """
+    """The copies that the ranks have been told of, and not all of them have made: those of steps, and those between two."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -162,10 +154,7 @@ class RanksCopier:
     """Copies between two steps, by one call that all ranks carry out before the next step. It hears the answers for copies of steps, too.
 
     Args:
-        ranks: the engine's ranks.
-        num_ranks: how many they are.
         is_busy: returns whether requests run or wait, so that a step follows.
-        overlaps: whether the ranks copy beside their steps.
     """
 
     def __init__(self, ranks: Ranks, num_ranks: int, is_busy: Callable[[], bool], *, overlaps: bool) -> None:

@@ -29,7 +29,6 @@ class RequestSpans:
     """Makes the spans `render`, `queue`, `prefill` and `decode` of each request when it ends, as far as it came.
 
     Args:
-        tracer: makes the spans.
         reasons: returns the ids of the requests that wait now, each with the reason.
     """
 

@@ -15,7 +15,6 @@ class Continuing:
 
     Args:
         renderer: vLLM's, whose tokenizer is used.
-        max_model_len: the longest context, in tokens.
 
     Attributes:
         known: all tokens that the tokenizer finds as a whole, where a text may spell a token without meaning it; empty where it may not.

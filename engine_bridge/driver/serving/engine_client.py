@@ -55,14 +55,11 @@ class BridgeEngineClient(EngineClient):
     """vLLM's client of one engine thread: it validates requests, queues them and streams their outputs.
 
     Args:
-        thread: a started engine thread.
         engine: the `LLMEngine` of the first build. Its renderer and input processor are kept over rebuilds: they hold the tokenizer and the
             configuration, no engine state.
         grammars: decides whether a grammar may be compiled.
-        streams: the answers under way, where outputs are delivered.
         catalog: of the adapters that may be named.
         lengths: what the node knows of answer lengths; None where lengths are not predicted.
-        limits: of what one request may ask.
 
     Attributes:
         max_images: the most pictures that the model reads in one prompt, by its settings and its own limit; 0: it reads none.

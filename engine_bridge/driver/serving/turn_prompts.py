@@ -36,10 +36,7 @@ class TurnPrompts:
     """Makes the prompts of turns.
 
     Args:
-        client: the engine's.
-        options: the settings of the serving classes.
         renderer: vLLM's, which refuses a prompt that is longer than the context.
-        parsers: the arguments of another such renderer.
         reading: where calls wait whose pictures are read.
     """
 

@@ -55,7 +55,6 @@ class RequestEstimate(Struct, frozen=True, kw_only=True, gc=False):
 
     Attributes:
         num_answer_tokens: predicted tokens of the answer.
-        rank: the adapter's; 0 for the base model.
         home: the node where its session was last.
         kv: by node, the KV of its prompt there. kv_elsewhere: the KV that all other nodes can fetch from these.
         adapter_load_s: by node, seconds to bring its adapter to the device; 0 where it is there.

@@ -56,7 +56,6 @@ class Doors:
     """The policies that choose a node, by how a request comes.
 
     Attributes:
-        announced: for an advisory.
         unannounced: for a request without an advisory, of a session that has a home.
         new: for all other requests.
         second: asked again when an announced request comes, and told only of requests that are there; None: the request goes to its advisory's
@@ -170,7 +169,6 @@ class _Node:
     """One node's requests and its last report.
 
     Attributes:
-        facts: None before the first report.
         unreported: requests that no report can have included, summed up in `on_the_way`.
         expected: the sum of announced requests.
         num_requests, num_urgent: requests that were sent here and have not ended.
@@ -241,12 +239,7 @@ class _Node:
 
 
 class Homes:
-    """Tracks which node has each session's KV, and which requests are on their way to it.
-
-    Args:
-        doors: may be replaced at any time.
-        max_sessions: number of sessions that are remembered.
-    """
+    """Tracks which node has each session's KV, and which requests are on their way to it. doors: may be replaced at any time."""
 
     def __init__(self, doors: Doors, *, max_sessions: int = MAX_SESSIONS) -> None:
         self.doors = doors

@@ -333,12 +333,7 @@ class _Refit:
 
 
 class _Deciding(Plan):
-    """One decision of `Mlq`.
-
-    Args:
-        arrivals: (arrived_s, request_id) of all waiting requests, in that order.
-        num_squashes: the number of squashes allowed.
-    """
+    """One decision of `Mlq`. arrivals: (arrived_s, request_id) of all waiting requests, in that order."""
 
     def __init__(
         self,

@@ -41,7 +41,6 @@ class Other(Struct, frozen=True, kw_only=True, gc=False):
     """A request that is not urgent.
 
     Attributes:
-        ran_s: its total time running.
         paused_s: its total time paused; for a request that has not begun, the time since it was first kept from starting.
     """
 

@@ -83,8 +83,6 @@ class Attacker:
 
     Attributes:
         http: a session that sends the attacker's key.
-        port: the server's port.
-        key: the attacker's API key.
         answers: the beginnings of the server's answers, for the report.
     """
 
