@@ -122,11 +122,7 @@ class AdapterTable:
         return slot
 
     def check(self, host_capacity_bytes: int) -> None:
-        """Check that the books balance.
-
-        Raises:
-            AssertionError: they do not balance.
-        """
+        """Check that the books balance. Raises AssertionError: they do not balance."""
         versions = list(self._versions.values())
         assert self.host_bytes == sum(v.host_bytes or 0 for v in versions), "bytes lost or counted twice"
         assert self.reserved_bytes == sum(v.num_bytes for v in versions if v.is_loading), "reserved bytes"

@@ -187,11 +187,7 @@ class AdapterPlaces:
         return self.table[adapter_id].room
 
     def enter(self, adapter_ids: Collection[int], running: Collection[int], now: float) -> list[Move]:
-        """Give slots to the adapters of a step that begins.
-
-        Raises:
-            RuntimeError: the step uses more adapters than there are slots.
-        """
+        """Give slots to the adapters of a step that begins. Raises RuntimeError: the step uses more adapters than there are slots."""
         moves: list[Move] = []
         for adapter_id in adapter_ids:
             version = self.table[adapter_id]

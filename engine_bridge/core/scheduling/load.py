@@ -128,11 +128,7 @@ class LoadTracker:
         )
 
     def check_invariants(self) -> None:
-        """Check the counts.
-
-        Raises:
-            AssertionError: a request is counted twice or not at all.
-        """
+        """Check the counts. Raises AssertionError: a request is counted twice or not at all."""
         for part in (self._waiting, self._running):
             ours = [one for where, one in self._counted.values() if where is part]
             assert part.ranks == Ranks(

@@ -196,11 +196,7 @@ class Pauses:
         )
 
     def check_invariants(self) -> None:
-        """Check the accounts.
-
-        Raises:
-            AssertionError: a request is urgent and paused, or paused without an account.
-        """
+        """Check the accounts. Raises AssertionError: a request is urgent and paused, or paused without an account."""
         assert self._urgent <= self._known_urgent, "urgent and not known"
         assert not self._known_urgent & self._standing.keys(), "urgent and paused"
         assert self._standing.keys() <= self._accounts.keys(), "paused since nobody knows when"

@@ -133,11 +133,7 @@ def install_tool_parser(choice: Choice, tokenizer: Any) -> str:
 
 
 def check_reasoning_parser(choice: Choice, tokenizer: Any) -> str:
-    """Return the parser's name, "" for none. Imports and builds it: not for the event loop.
-
-    Raises:
-        ParserRefused: see `usable_parser`.
-    """
+    """Return the parser's name, "" for none. Imports and builds it: not for the event loop. Raises ParserRefused: see `usable_parser`."""
     return usable_parser(
         "reasoning", choice, lambda name: ReasoningParserManager.get_reasoning_parser(name)(tokenizer)
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from engine_bridge.driver.corrections import bad_words, draft_settings, gated_delta, mamba2, rotary, seeds
 from engine_bridge.driver.vllm_api.features import (
     BAD_WORDS,
     DRAFT_SETTINGS,
@@ -18,6 +19,8 @@ from engine_bridge.driver.vllm_api.features import (
 
 if TYPE_CHECKING:
     from engine_bridge.driver.vllm_api.start import Off
+
+_ON_CPU = {DRAFT_SETTINGS: draft_settings, ROTARY: rotary, MAMBA2: mamba2, GATED_DELTA: gated_delta}
 
 
 def install(off: Off, *, on_cpu: bool, has_adapters: bool) -> None:
@@ -31,33 +34,16 @@ def install(off: Off, *, on_cpu: bool, has_adapters: bool) -> None:
         from engine_bridge.driver.adapters import seam
 
         seam.install()
+    for feature, part in _ON_CPU.items() if on_cpu else ():
+        if feature not in off:
+            part.install()
     if BAD_WORDS not in off:
-        from engine_bridge.driver.corrections import bad_words
-
         bad_words.install()
-    if on_cpu and DRAFT_SETTINGS not in off:
-        from engine_bridge.driver.corrections import draft_settings
-
-        draft_settings.install()
-    if on_cpu and ROTARY not in off:
-        from engine_bridge.driver.corrections import rotary
-
-        rotary.install()
-    if on_cpu and MAMBA2 not in off:
-        from engine_bridge.driver.corrections import mamba2
-
-        mamba2.install()
-    if on_cpu and GATED_DELTA not in off:
-        from engine_bridge.driver.corrections import gated_delta
-
-        gated_delta.install()
 
 
 def watch(runner: Any, off: Off, *, on_cpu: bool, has_adapters: bool) -> None:
     """Replace parts of a model runner whose model is loaded. For the arguments see `install`. Raises SeamMoved."""
     if on_cpu and SEEDS not in off:
-        from engine_bridge.driver.corrections import seeds
-
         seeds.watch(runner)
     if has_adapters:
         from engine_bridge.driver.corrections import logits_rows

@@ -408,11 +408,7 @@ class Homes:
         return [facts for facts in seen if facts is not None]
 
     def check_invariants(self) -> None:
-        """Check, for tests, that every sum is the sum of its parts.
-
-        Raises:
-            AssertionError: one is not.
-        """
+        """Check, for tests, that every sum is the sum of its parts. Raises AssertionError: one is not."""
         assert len(self._sessions) <= self._max_sessions
         homes = Counter(session.home for session in self._sessions.values() if session.home)
         assert homes == self._num_homes

@@ -106,11 +106,7 @@ class Mlq(QueuePolicy):
     # -- hooks
 
     def arrived(self, facts: Waiting, now: float) -> None:
-        """Queue a request in its lane.
-
-        Raises:
-            ValueError: its weight is not positive, or it waits or runs already.
-        """
+        """Queue a request in its lane. Raises ValueError: its weight is not positive, or it waits or runs already."""
         if facts.weight <= 0 or facts.request_id in self._running:
             raise ValueError("a weight is positive, and a request that runs does not wait")
         refuse_twice(facts, self._placing.entries)
@@ -214,11 +210,7 @@ class Mlq(QueuePolicy):
         return None if entry is None else entry.lane
 
     def check_invariants(self) -> None:
-        """Check the books.
-
-        Raises:
-            AssertionError: requests are lost, doubled, or hold tokens that are not charged.
-        """
+        """Check the books. Raises AssertionError: requests are lost, doubled, or hold tokens that are not charged."""
         self.ledger.check_invariants()
         waiting = self._placing.entries
         assert sum(self.num_waiting()) == len(waiting) == len(self._arrivals), "lost or doubled"
