@@ -105,7 +105,6 @@ def find(
 
 
 def _at(entry: Any, path: str) -> Any:
-    """Return the value at the end of the path; None where a step leads nowhere."""
     for key in path.split("."):
         entry = entry.get(key) if isinstance(entry, dict) else None
     return entry

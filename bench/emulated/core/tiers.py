@@ -184,7 +184,6 @@ class EmulatedTiers(KvTiers):
         self.use_link(Link(d2h_bytes_per_s=rate, h2d_bytes_per_s=rate, setup_s=link.setup_s))
 
     def _close_store(self) -> None:
-        """Close the store without writing what waits for the disk."""
         assert self._io is not None
         self._io.close()
 

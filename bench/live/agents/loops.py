@@ -256,7 +256,6 @@ async def _branch(loop: ToolLoop, name: str, task: str) -> None:
 
 
 async def _work(loop: ToolLoop, task: str, steps: Sequence[ToolStep]) -> None:
-    """Have a task done in these steps, then ask for its result."""
     loop.tell(task)
     for step in steps:
         call_ids = await loop.ask()

@@ -280,7 +280,6 @@ class Ours(Engine):
         return self.on_engine(lambda driver: inside.time_host_copy(driver, self.tiers, keys))
 
     async def _keys_of(self, tokens: list[int]) -> list[BlockKey]:
-        """The keys of a prompt's whole blocks, as a request of ours has them."""
         from vllm import SamplingParams
         from vllm.v1.request import Request
 

@@ -84,7 +84,6 @@ class Worker:
         return answers
 
     def _kill(self) -> None:
-        """Kill the worker and its children."""
         with suppress(ProcessLookupError, TypeError):
             os.killpg(self._process.pid, signal.SIGKILL)  # type: ignore[arg-type]
 

@@ -80,7 +80,6 @@ def measure(
 
 
 def _errors(*plays: dict[str, Any]) -> dict[str, Any]:
-    """Return the errors over the predictions of all plays."""
     kinds = {name: [each for seen in plays for each in seen[name]] for name in ("step", "out", "back")}
     errors = {name: error_of(seen) for name, seen in kinds.items() if seen}
     copied = [name for name in ("out", "back") if name in errors]

@@ -498,7 +498,6 @@ class Dispatcher:
         return max(self._answers.mean(known.facts.guess) - num_done, 1.0)
 
     def _learn(self, known: Known, num_output_tokens: int, now: float) -> None:
-        """Learn from a request that has ended."""
         self.guess_errors.saw(known.facts.tenant, known.facts.guess, num_output_tokens)
         self._answers.saw(known.facts.guess, num_output_tokens)
         num_tokens = known.facts.num_prompt_tokens + num_output_tokens

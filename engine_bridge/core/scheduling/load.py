@@ -92,7 +92,6 @@ class LoadTracker:
             self.answer_tokens += SMOOTHING * (num_answer_tokens - self.answer_tokens)
 
     def _move(self, one: Counted, to: _Part) -> _Part | None:
-        """Count a request in another part, and return the part where it was."""
         before, known = self._counted.get(one.request_id, (None, one))
         if before is not None:
             before.add(known, -1)

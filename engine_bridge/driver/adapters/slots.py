@@ -238,7 +238,6 @@ class PackedSlots(Slots):
         return layout is None or not layout.is_waiting
 
     def _took(self, slot: int, size_bytes: int, pack_s: float, all_s: float) -> None:
-        """Note that a step has laid out a layer, or waited for it."""
         done = self._step_layout
         if pack_s:
             done.slots.add(slot)

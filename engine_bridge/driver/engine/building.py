@@ -83,7 +83,6 @@ def users_environment() -> dict[str, str]:
 
 
 def _cores() -> list[int]:
-    """Return the numbers of the processor cores that this process may use."""
     return sorted(os.sched_getaffinity(0))
 
 

@@ -210,11 +210,9 @@ class VllmDriver:
         LinkMeasuring | Idle,
         LateAnswers | Idle,
     ]:
-        """Return the parts that move something between steps."""
         return self._held, self.promoter, self.adapters, self._link_measuring, self._late_answers
 
     def _has_work_beside(self) -> bool:
-        """Return whether there is anything to move between steps."""
         return any(part.has_work() for part in self._beside())
 
     def step(self) -> list[RequestOutput]:
@@ -388,7 +386,6 @@ class VllmDriver:
         return LastSaves(self._block_pool, self._tiers, num_leaving(self._scheduler, self.layout))
 
     def _make_promoter(self, scheduler: Any) -> Promoter | None:
-        """Return the promoter; None where there are no tiers to bring KV from."""
         from engine_bridge.driver.kv.promoter import Promoter
 
         if self._tiers is None or self._tiers.store is None or PROMOTION in self._off:
@@ -435,7 +432,6 @@ class VllmDriver:
         return profile
 
     def _num_host_tokens(self) -> int:
-        """Return the tokens whose KV host memory holds; 0 without tiers."""
         store = self._tiers.store if self._tiers is not None else None
         return int(store.num_host_blocks / self.layout.blocks_per_token) if store is not None else 0
 
@@ -508,7 +504,6 @@ class VllmDriver:
         )
 
     def _step_facts(self) -> StepFacts:
-        """Return the facts of a step in which the running requests decode."""
         running = self._scheduler.running
         num_tokens = sum(request.num_tokens for request in running)
         return StepFacts(len(running), self.steps.step_s(0, len(running), num_tokens))

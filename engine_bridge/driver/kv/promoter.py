@@ -282,7 +282,6 @@ class Promoter:
                 restores.go_whole(request_id)
 
     def _carried(self, restores: Restores, request_id: str, copy: Copy, is_made: bool) -> None:
-        """Note that the copy of a piece has ended."""
         still_waits = restores.copied(request_id)
         if not is_made:
             restores.go_whole(request_id)
@@ -292,7 +291,6 @@ class Promoter:
             self._has_carried = True
 
     def _promoted(self, copy: Copy, is_made: bool) -> None:
-        """Note that the copy of promoted blocks has ended."""
         self._core.copied(copy)
         if not is_made:
             self._core.give_up()

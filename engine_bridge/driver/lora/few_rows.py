@@ -34,8 +34,6 @@ Floats = Any
 
 @intrinsic
 def _fma(context: Any, a: Any, b: Any, c: Any) -> Any:
-    """Compute `a * b + c`, rounded once."""
-
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.fma(*arguments)
 

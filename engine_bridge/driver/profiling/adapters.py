@@ -94,7 +94,6 @@ def _modules(contract: ModelContract) -> dict[str, tuple[int, int]]:
 def _write_adapter(
     folder: Path, modules: dict[str, tuple[int, int]], rank: int, dtype: torch.dtype, seed: int
 ) -> None:
-    """Write an adapter's files as PEFT writes them."""
     from safetensors.torch import save_file
 
     # One draw serves all modules: drawing each weight would take longer than everything else.

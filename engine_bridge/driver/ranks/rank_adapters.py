@@ -116,7 +116,6 @@ class RankAdapters:
         return num_bytes
 
     def _part(self, name: str, module: ModuleWeights) -> ModuleWeights:
-        """Return this rank's part of a module, in separate memory."""
         part = part_of(self._split[name], module) if name in self._split else module
         a, b = (
             tuple(None if each is None else self._own(each) for each in half) for half in (part.a, part.b)

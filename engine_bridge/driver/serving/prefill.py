@@ -51,7 +51,6 @@ async def _prefill_to(
     prompt: Any,
     lora_request: LoRARequest | None,
 ) -> None:
-    """Compute the missing KV of a prompt."""
     stream = TokenStream()
     unique_id, core_request = client.submit(
         prompt,

@@ -168,7 +168,6 @@ def offered(request: EngineRequest) -> dict[str, Any]:
 
 
 def _common(first: list[int], second: list[int]) -> list[int]:
-    """Return the tokens with which both lists begin."""
     count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
     return first[:count]
 

@@ -361,7 +361,6 @@ class _Deciding(Plan):
         return Decision(self._ids(), self.deferred, self._bypassed, self._late_bypassers(), otherwise)
 
     def _running_by_end(self) -> list[Running]:
-        """Return all running requests, in order of their predicted ends."""
         if self._ends is None:
             self._ends = sorted(self._running.values(), key=attrgetter("predicted_end_s"))
         return self._ends

@@ -44,7 +44,6 @@ def frames(name: str, make: Callable[[], bytes], bad: tuple[str, ...] = ("open",
 
 
 def _fragments() -> bytes:
-    """Return 200,000 fragments of one byte each."""
     return ws_frame(b"x", is_final=False) + ws_frame(b"x", opcode=0, is_final=False) * 200_000
 
 
