@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from engine_bridge.driver.corrections import embeds_token, new_blocks, picture_cache, state_blocks
 from engine_bridge.driver.vllm_api.features import EMBEDS_TOKEN, HALF_CHARACTERS, NEW_BLOCKS, PICTURE_CACHE
+from engine_bridge.driver.vllm_api.start import Off
 from engine_bridge.policy.limits.cores import cores_of_ranks
 from engine_bridge.settings.engine_arguments import named, without_effect
 from engine_bridge.settings.engine_config import EngineConfig
 
 if TYPE_CHECKING:
     from engine_bridge.driver.kv.kv_tiers import KvTiers
-    from engine_bridge.driver.vllm_api.start import Off
 
 # One KV block of this many tokens on a CPU: vLLM's default there is 128, with which most of a chat turn would
 # fall outside whole blocks and be computed again on the next turn. Its CPU attention takes multiples of 32 only.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from engine_bridge.adapters.registry import AdapterRecord
 from engine_bridge.core.adapters.step_layouts import StepFacts
 from engine_bridge.core.kv.sources import Sources
+from engine_bridge.core.scheduling.pauses import Pauses
 from engine_bridge.driver.carried import facts_of
 from engine_bridge.driver.engine.absent import Idle, NoAdapters, NoPromoter, NoRanks
 from engine_bridge.driver.engine.building import build_engine, configure_environment, logs_as_usual
@@ -24,6 +25,7 @@ from engine_bridge.driver.in_process import know_weights, ranks_of, reuses_kv, s
 from engine_bridge.driver.kv.layer_groups import known_layout_of
 from engine_bridge.driver.kv.prefixes import Prefixes
 from engine_bridge.driver.ranks.starting import ranks_starting
+from engine_bridge.driver.scheduling.pace import Pace
 from engine_bridge.driver.scheduling.request_spans import RequestSpans
 from engine_bridge.driver.vllm_api import start
 from engine_bridge.driver.vllm_api.features import (
@@ -38,6 +40,7 @@ from engine_bridge.policy.costs.costs import TablePrefill
 from engine_bridge.policy.scheduling.pausing import DecodeSeconds
 from engine_bridge.policy.scheduling.policies import POLICIES
 from engine_bridge.settings.engine_config import EngineConfig
+from engine_bridge.settings.profile import MachineProfile
 from engine_bridge.tracing import NO_TRACES, Traces
 from kvtiers.closing import going_on
 
@@ -55,7 +58,6 @@ if TYPE_CHECKING:
     from engine_bridge.driver.scheduling.scheduling import Scheduling
     from engine_bridge.driver.vllm_api import EngineCoreRequest, RequestOutput
     from engine_bridge.predict.length import LengthPredictor
-    from engine_bridge.settings.profile import MachineProfile
 
 log = logging.getLogger(__name__)
 
@@ -422,7 +424,6 @@ class VllmDriver:
 
     def _find_profile(self, config: EngineConfig) -> MachineProfile | None:
         from engine_bridge.driver.engine.subject import subject_of
-        from engine_bridge.settings.profile import MachineProfile
 
         if config.profile_dir is None:
             return None
@@ -436,8 +437,6 @@ class VllmDriver:
         return int(store.num_host_blocks / self.layout.blocks_per_token) if store is not None else 0
 
     def _make_scheduling(self, config: EngineConfig) -> Scheduling:
-        from engine_bridge.core.scheduling.pauses import Pauses
-        from engine_bridge.driver.scheduling.pace import Pace
         from engine_bridge.driver.scheduling.scheduling import Scheduling
 
         decode_s: DecodeSeconds = lambda num, num_tokens: self.steps.step_s(0, num, num_tokens)  # noqa: E731

@@ -10,13 +10,13 @@ from engine_bridge.core.scheduling.load import Counted, LoadTracker
 from engine_bridge.core.scheduling.step_times import UNKNOWN_ERROR, StepSeconds, StepTimes
 from engine_bridge.driver.carried import facts_of
 from engine_bridge.driver.scheduling.report import copy_of
+from engine_bridge.policy.costs.costs import StepTable
 from engine_bridge.protocol.node_facts import KernelName, NodeFacts, NodePerf
 from engine_bridge.protocol.urgency import is_urgent
+from engine_bridge.settings.profile import MachineProfile
 
 if TYPE_CHECKING:
     from engine_bridge.driver.kv.kv_tiers import KvTiers
-    from engine_bridge.policy.costs.costs import StepTable
-    from engine_bridge.settings.profile import MachineProfile
 
 
 class Speeds:

@@ -5,7 +5,7 @@ Call `install` before the worker is made, and `watch` once its model is loaded.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine_bridge.driver.corrections import bad_words, draft_settings, gated_delta, mamba2, rotary, seeds
 from engine_bridge.driver.vllm_api.features import (
@@ -16,9 +16,7 @@ from engine_bridge.driver.vllm_api.features import (
     ROTARY,
     SEEDS,
 )
-
-if TYPE_CHECKING:
-    from engine_bridge.driver.vllm_api.start import Off
+from engine_bridge.driver.vllm_api.start import Off
 
 _ON_CPU = {DRAFT_SETTINGS: draft_settings, ROTARY: rotary, MAMBA2: mamba2, GATED_DELTA: gated_delta}
 
