@@ -21,8 +21,11 @@ from engine_bridge.driver.engine.building import load_vllm
 from engine_bridge.driver.engine.engine import EngineCounts, VllmDriver
 from engine_bridge.driver.engine.fallback import build_with_what_works
 from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
+from engine_bridge.driver.serving.call import called_by
 from engine_bridge.driver.serving.streams import Streams
 from engine_bridge.driver.serving.tokenizer_queue import NoTokenizerQueue, TokenizerQueue
+from engine_bridge.driver.vllm_api.features import KEPT_TOKENS
+from engine_bridge.driver.vllm_api.start import serving_off
 from engine_bridge.engine_metrics import engine_metrics
 from engine_bridge.grammars.checker import GrammarChecker
 from engine_bridge.node_adapters import AdapterWatch, catch_up, listed
@@ -133,8 +136,6 @@ class LocalNode:
         from engine_bridge.driver.serving.engine_client import BridgeEngineClient
         from engine_bridge.driver.serving.options import prepare_renderer, serving_options
         from engine_bridge.driver.serving.serving import Serving
-        from engine_bridge.driver.vllm_api.features import KEPT_TOKENS
-        from engine_bridge.driver.vllm_api.start import serving_off
 
         config = self._config
         off = await asyncio.to_thread(serving_off, config.engine.device)
@@ -162,7 +163,6 @@ class LocalNode:
 
     def _make_driver(self) -> VllmDriver:
         def make(config: EngineConfig, tiers: KvTiers | None) -> VllmDriver:
-            """Return a driver with the adapters that the node serves now."""
             return VllmDriver(
                 config,
                 self._catalog.served(),
@@ -398,8 +398,6 @@ class LocalNode:
     @contextmanager
     def _reading(self, request: EngineRequest) -> Iterator[None]:
         """Count rendering and tokenising inside `with` as the tenant's of the request. Raises TooBusy."""
-        from engine_bridge.driver.serving.call import called_by
-
         self._tokenizer.check_room(request.tenant)
         with called_by(request):
             yield

@@ -83,12 +83,9 @@ def catch_up(adapters: Residency | NoAdapters, catalog: Catalog) -> None:
 def listed(
     records: Iterable[AdapterRecord], places: Mapping[int, AdapterPlace], serving: Serving | None
 ) -> list[AdapterInfo]:
-    """Return the adapters that requests may name: an adapter is registered a moment before requests for it are let in.
+    """Return the adapters that requests may name: an adapter is registered a moment before requests for it are let in (by `serving`).
 
-    Args:
-        records: the registered adapters.
-        places: the places of adapters that are not only on disk, by version.
-        serving: lets requests in.
+    places: of adapters that are not only on disk, by version.
     """
     return [
         info_of(record, places.get(record.version_id, "disk"))

@@ -25,13 +25,7 @@ def why_never(config: EngineConfig) -> str:
 
 
 class Sleep:
-    """The sleep of one node. On the event loop.
-
-    Args:
-        why_never: the reason why this engine cannot sleep; "" if it can.
-        thread: the engine's.
-        streams: the answers under way.
-    """
+    """The sleep of one node. On the event loop. why_never: the reason why this engine cannot sleep; "" if it can."""
 
     def __init__(self, why_never: str, thread: EngineThread[VllmDriver], streams: Streams) -> None:
         self._why_never, self._thread, self._streams = why_never, thread, streams

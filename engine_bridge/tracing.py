@@ -30,12 +30,7 @@ _PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 
 
 class Traces:
-    """A tracer of this process, and its way to the collector.
-
-    Attributes:
-        tracer: makes spans; records nothing without an endpoint.
-        is_on: whether spans are recorded.
-    """
+    """A tracer of this process, and its way to the collector."""
 
     def __init__(self, endpoint: str | None) -> None:
         """Prepare to send spans to `endpoint`, by HTTP, or by gRPC where OTEL_EXPORTER_OTLP_TRACES_PROTOCOL says so; None sends none.
@@ -60,11 +55,8 @@ class Traces:
     ) -> Iterator[Span]:
         """Keep a span while a request is served; its status is an error where the block raises.
 
-        Args:
-            name: the operation, without anything that clients put in.
-            traceparent: the client's own; "" or a malformed one begins a trace.
-            attributes: facts of the request, without texts of users.
-            begun_s: Unix time; now without it.
+        name: the operation, without anything that clients put in. traceparent: the client's own; "" or a malformed one begins a trace. attributes:
+        without texts of users. begun_s: Unix time; now without it.
         """
         start_ns = None if begun_s is None else int(begun_s * 1e9)
         span = self.tracer.start_span(

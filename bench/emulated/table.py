@@ -46,7 +46,6 @@ class Figure:
 
     Attributes:
         place: where its median stands in the JSON; in the table these keys are its name.
-        values: by seed.
         paper: the paper's number, or an aim of ours beside which no paper has one; None without either.
         is_less_better: None where neither more nor less is better, so that the figure never falls short.
         unit: a key of `FORMS`.
@@ -212,7 +211,6 @@ class Table:
     Attributes:
         name: of the bench, as its JSON and its kept run have it.
         sizes: the size of each play, usually and with `--quick`; see `Bench.size`.
-        quick: what `--quick` leaves, for the help text.
         quick_parts: the parts that `--quick` plays; all of them where it is empty.
         first_seed: the seed of the first play unless another one is asked for.
         is_timed: wall time is measured, and so one play runs at a time.

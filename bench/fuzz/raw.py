@@ -57,12 +57,7 @@ CALL_FIELDS = (
 
 
 class Case(NamedTuple):
-    """One request.
-
-    Attributes:
-        may_close: whether the server may close the connection without an answer.
-        is_cut: whether the client leaves after sending this, in the middle of its message.
-    """
+    """One request. may_close: whether the server may close the connection without an answer."""
 
     name: str
     data: bytes

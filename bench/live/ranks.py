@@ -115,7 +115,6 @@ class Killed:
 
 
 def _ranks(server: Asker) -> list[psutil.Process]:
-    """Return the processes of a server's ranks, in their order."""
     alive = [
         child for child in psutil.Process(server.pid).children() if child.status() != psutil.STATUS_ZOMBIE
     ]
@@ -134,7 +133,6 @@ async def _until_answered(server: Asker, messages: Sequence[dict[str, str]]) -> 
 
 
 async def _stored(server: Asker, session: str) -> list[str]:
-    """Return the texts of the turns that a session has stored."""
     found = await server.call("GET", f"/api/sessions/{session}")
     return [f"{turn['id']} {turn['content']}" for turn in found["turns"]]
 
@@ -180,7 +178,6 @@ def main() -> None:
 
 def _of_family(name: str, *, has_peer: bool) -> Any:
     async def play(scratch: Path, note: Note) -> Any:
-        """Play a family's cases on two ranks."""
         flags = [TWO_RANKS, *FAMILIES.get(name, ())]
         return await plays.family_play(BY_NAME[name], scratch, note, has_peer=has_peer, flags=flags)
 

@@ -86,11 +86,8 @@ def find(
 ) -> Found | None:
     """Return the figure from the run of that name, else from the newest run of some of its parts that has it; None: not measured.
 
-    Args:
-        runs: by name.
-        place: "RUN:KEY.KEY", with " - 1" where one is taken from the number.
-        papers: the paper's numbers that the bench compares it with; its spread is found by them.
-        interval: path of the number's interval of 95%; the number's own path in the run's `intervals` if empty.
+    place: "RUN:KEY.KEY", with " - 1" where one is taken from the number. papers: the paper's numbers that the bench compares it with; its spread is
+    found by them. interval: path of the number's interval of 95%; the number's own path in the run's `intervals` if empty.
     """
     place, _, less = place.partition(" - ")
     name, _, path = place.partition(":")
@@ -108,7 +105,6 @@ def find(
 
 
 def _at(entry: Any, path: str) -> Any:
-    """Return the value at the end of the path; None where a step leads nowhere."""
     for key in path.split("."):
         entry = entry.get(key) if isinstance(entry, dict) else None
     return entry

@@ -107,6 +107,5 @@ def _aim(row: Row) -> str:
 
 
 def _lines(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table of Markdown."""
     cells = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in cells)

@@ -179,7 +179,6 @@ def _panel(axes: Axes, unit: str, rows: Sequence[Row]) -> None:
 
 
 def _values(rows: Sequence[Row]) -> list[float]:
-    """Return all values that are drawn of these rows."""
     found = [found for row in rows for found in (row.sim, row.live) if found]
     spreads = [end for row in rows if row.sim and row.sim.spread for end in row.sim.spread]
     return [end for row in rows for end in row.claim.paper_ends] + [one.value for one in found] + spreads

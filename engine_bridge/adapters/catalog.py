@@ -40,7 +40,6 @@ class Catalog:
     Args:
         registry, contract: None: there are no adapters, on a node without them or before its engine is up.
         max_bytes: the largest size of one adapter; a larger one would never find room in host memory.
-        copies: makes copies of served adapters.
     """
 
     def __init__(

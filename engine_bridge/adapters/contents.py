@@ -85,6 +85,5 @@ def read_piece(folder: Path, name: str, offset: int, num_bytes: int) -> bytes:
 
 
 def _modules(header: Header) -> tuple[str, ...]:
-    """Return the last parts of the modules' names."""
     modules = {entry.name.partition(".lora_")[0] for entry in header.entries}
     return tuple(sorted({module.rpartition(".")[2] for module in modules}))

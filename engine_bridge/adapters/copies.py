@@ -30,11 +30,7 @@ CLEAR_EVERY_S: Final = 60.0
 
 
 class Copies:
-    """A node's copies. All methods but `path_of` wait for the disk: for worker threads.
-
-    Args:
-        state_dir: the data folder; None: nothing is copied.
-    """
+    """A node's copies. All methods but `path_of` wait for the disk: for worker threads. state_dir: the data folder; None: nothing is copied."""
 
     def __init__(self, state_dir: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._has_folder = state_dir is not None
@@ -50,10 +46,7 @@ class Copies:
     def make(self, content_hash: str, path: str, wanted: Iterable[str]) -> None:
         """Copy an adapter if there is room. Raises AdapterRejected (`changed`) if its files have changed.
 
-        Args:
-            content_hash: names the content.
-            path: the adapter's folder.
-            wanted: contents whose copies must not be deleted to make room.
+        content_hash: of the files in the folder `path`. wanted: contents whose copies must not be deleted to make room.
         """
         if not self._has_folder or self._is_kept(content_hash, path) or self._clock() < self._paused_until_s:
             return

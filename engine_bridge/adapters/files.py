@@ -113,7 +113,6 @@ class AdapterFiles:
     """An adapter whose configuration and header are sound and fit the model. Its weights have not been read yet.
 
     Attributes:
-        path: its folder.
         config: adapter_config.json. The scaling options (lora_alpha, alpha_pattern, use_rslora) stay there.
         rank: the largest rank of its modules.
         tensors: in the order of their bytes.

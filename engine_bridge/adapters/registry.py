@@ -145,7 +145,10 @@ class Registry:
                 )
                 return _record(connection, old.version_id)
             if old is not None:
-                _end(connection, old.version_id, "replaced", now)
+                connection.execute(
+                    "UPDATE versions SET state = 'replaced', ended_at = ? WHERE version_id = ?",
+                    (now, old.version_id),
+                )
             fields = {name: getattr(facts, name) for name in AdapterFacts.__struct_fields__} | {
                 "target_modules": msgspec.json.encode(facts.target_modules).decode(),
                 "name": name,
@@ -163,12 +166,7 @@ class Registry:
 
     def remove(self, name: str, now: float) -> AdapterRecord | None:
         """Take the name out of service. Returns the version that was current, now `removed`; None if there was none."""
-        with self._transaction() as connection:
-            old = _current(connection, name)
-            if old is None:
-                return None
-            _end(connection, old.version_id, "removed", now)
-            return _record(connection, old.version_id)
+        return self._change(name, "state = 'removed', ended_at = ?", now)
 
     def mark_missing(self, version_id: int) -> bool:
         """Note that a ready version's files are away; `register` makes it ready again. False if it was not ready: nothing is done then."""
@@ -181,13 +179,14 @@ class Registry:
 
     def set_pinned(self, name: str, is_pinned: bool) -> AdapterRecord | None:
         """Pin or unpin the name's current version, and later versions with it. Returns the version; None if there is none."""
+        return self._change(name, "is_pinned = ?", is_pinned)
+
+    def _change(self, name: str, columns: str, value: Any) -> AdapterRecord | None:
         with self._transaction() as connection:
             old = _current(connection, name)
             if old is None:
                 return None
-            connection.execute(
-                "UPDATE versions SET is_pinned = ? WHERE version_id = ?", (is_pinned, old.version_id)
-            )
+            connection.execute(f"UPDATE versions SET {columns} WHERE version_id = ?", (value, old.version_id))
             return _record(connection, old.version_id)
 
     def note_uses(self, uses: Mapping[int, tuple[int, float]]) -> None:
@@ -265,12 +264,6 @@ def _current(connection: sqlite3.Connection, name: str) -> AdapterRecord | None:
 
 def _record(connection: sqlite3.Connection, version_id: int) -> AdapterRecord:
     return _select(connection, "version_id = ?", version_id)[0]
-
-
-def _end(connection: sqlite3.Connection, version_id: int, state: State, now: float) -> None:
-    connection.execute(
-        "UPDATE versions SET state = ?, ended_at = ? WHERE version_id = ?", (state, now, version_id)
-    )
 
 
 def _failed(error: Exception) -> RegistryFailed:

@@ -18,9 +18,7 @@ def ends_with_stop_token(finish_reason: str | None, stop_reason: Any) -> bool:
 def split_event(event: str, *, has_stop_token: bool = False) -> Iterator[str]:
     """Return an event of a chat completion's stream as one or more events whose chunks hold one thing each.
 
-    Args:
-        event: vLLM's event.
-        has_stop_token: whether the text holds the token that ended it; if not, that token has no log probability in the last chunk either.
+    has_stop_token: whether the text holds the token that ended it; if not, that token has no log probability in the last chunk either.
     """
     if not event.startswith(_DATA + '{"id":'):  # `[DONE]`, an error
         yield event

@@ -45,15 +45,9 @@ def shorter(
 ) -> Iterator[tuple[Any, Dropped]]:
     """Yield ever shorter versions of a body whose prompt is too long, each with the parts that it leaves out of the first one.
 
-    Args:
-        setting: which parts may be left out.
-        api: the call's API.
-        body: the call's body.
-        calls_tools: whether the model knows a form of tool calls. Then its tools are left out only where they are longer than the conversation: there
-            they
-            take at least half of the context, so that no conversation could get far with them. All tools are left out at once, so that the model is
-            never
-            shown a part of them.
+    setting: which parts may be left out. calls_tools: whether the model knows a form of tool calls. Then its tools are left out only where they are
+    longer than the conversation: there they take at least half of the context, so that no conversation could get far with them. All tools are left
+    out at once, so that the model is never shown a part of them.
     """
     turns = _TURNS.get(api)
     if setting == "error" or turns is None or not isinstance(body, dict):

@@ -51,15 +51,10 @@ class Continued(Struct, frozen=True):
 def continue_prompt(
     history: Sequence[int], text: str, rendered: list[int], tokenizer: TextTokenizer
 ) -> Continued:
-    """Return the prompt for `text` that begins with as many ids of `history` as fit.
+    """Return the prompt for `text`, as the chat template renders it now, that begins with as many ids of `history` as fit.
 
-    Args:
-        history: ids of the conversation so far.
-        text: the whole prompt as the chat template renders it now.
-        rendered: its encoding, taken when nothing of the history fits, and when the pieces together would not decode to `text`: some tokenizers put a
-            space
-            in front of every text that they encode.
-        tokenizer: the model's.
+    rendered: the text's encoding, taken when nothing of the history fits, and when the pieces together would not decode to `text`: some tokenizers
+    put a space in front of every text that they encode.
     """
     num_kept, num_chars = _longest_match(history, text, tokenizer)
     if num_kept == 0:

@@ -116,14 +116,9 @@ def num_chars(body: Any) -> int:
 
 
 def check_pictures(body: Any, max_images: int) -> None:
-    """Check the media of a call, and leave of each picture's part what the picture is read from.
+    """Check the media of a call, and leave of each picture's part in the body what the picture is read from.
 
-    Args:
-        body: the call's body, whose parts are changed.
-        max_images: the most pictures in one call; 0: the model reads none.
-
-    Raises:
-        InvalidRequest: for what this server does not take.
+    max_images: the most pictures in one call; 0: the model reads none. Raises InvalidRequest for what this server does not take.
     """
     num_images = 0
     for part in parts_of(body):

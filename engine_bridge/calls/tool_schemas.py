@@ -86,11 +86,8 @@ def at_most_one(schema: Any) -> Any:
 def held_calls(tools: Mapping[str, Any]) -> str:
     """Return a grammar (Lark, as llguidance reads it) of answers: free text, or one call in the form of vLLM's `hermes` parser on one line.
 
-    `<tool_call>` and `</tool_call>` must be tokens of the model's. Each schema is a separate document, so that its references (`#/$defs/...`) stay
-    right.
-
-    Args:
-        tools: the schema of each tool's arguments, by the tool's name.
+    `<tool_call>` and `</tool_call>` must be tokens of the model's. tools: the schema of each tool's arguments by its name; each is a separate
+    document, so that its references (`#/$defs/...`) stay right.
     """
     calls, rules = [], []
     for index, (name, schema) in enumerate(tools.items()):

@@ -104,7 +104,6 @@ class NodeActor:
         node = settings.node
 
         def make_node() -> Any:
-            """Return a new node by the settings that came with this process."""
             return getattr(importlib.import_module(module), name)(node.settings)
 
         def load(made: Any) -> None:
@@ -164,9 +163,7 @@ def _take_stderr(folder: Path) -> None:
 def drive(control: socket.socket, log_to: int) -> None:
     """Drive Ray until the gateway ends or says so. Does not return; the guard that started this process removes the rest of Ray.
 
-    Args:
-        control: the socket to the gateway.
-        log_to: the file descriptor that actors log to; Ray writes to this process's own standard streams.
+    control: the socket to the gateway. log_to: the file descriptor that actors log to; Ray writes to this process's own standard streams.
     """
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -486,9 +483,7 @@ def _folder_of_rays(settings: ClusterSettings) -> str:
 def environment_of(settings: ClusterSettings, given: Mapping[str, str]) -> dict[str, str]:
     """Return what to set in the environment of Ray's processes. Writes Ray's token to a file that only we can read.
 
-    Args:
-        settings: of the cluster.
-        given: the environment as it is. A cluster that is run by hand has its token there.
+    given: the environment as it is. A cluster that is run by hand has its token there.
     """
     found = dict(FIXED)
     # A cluster that is there listens where it listens; with this set, Ray would not join it.

@@ -140,10 +140,7 @@ class NodeHost:
 def serve(node: Node, fd: int, peer_address: str = "") -> NoReturn:
     """Serve a node on the socket that the parent (`process.ProcessNode`) left open, until the parent ends or asks for the end. Ends the process.
 
-    Args:
-        node: the node to serve.
-        fd: of the socket.
-        peer_address: host:port where other nodes may ask this one for KV.
+    peer_address: host:port where other nodes may ask this one for KV.
     """
     import uvloop
 

@@ -43,7 +43,6 @@ class NodeLink(WireConnection):
     """The gateway's end. Make it by `loop.create_connection(lambda: NodeLink(…), …)`; then `await greeted`.
 
     Args:
-        token: the node's token.
         on_report: called with each report, the first time before `greeted` is done.
         on_lost: called once when the connection has ended, by either end; calls and answers under way have failed by then.
 

@@ -541,6 +541,5 @@ def _patience_s(num_bytes: int) -> float:
 
 
 def _place_of(address: str) -> tuple[str, int] | None:
-    """Parse host:port; None for another form."""
     host, _, port = address.rpartition(":")
     return (host, int(port)) if host and port.isdecimal() and 0 < int(port) < 1 << 16 else None

@@ -85,13 +85,7 @@ class PlacedNode(RemoteNode):
     # -- where it is ---------------------------------------------------------------------------------------------------
 
     def move_to(self, place: NodeAddress | None, stage: str, problem: str = "") -> None:
-        """Give the node another address.
-
-        Args:
-            place: None: it has no address now.
-            stage: a phrase for people on what happens meanwhile.
-            problem: why it has no address.
-        """
+        """Give the node another address, or none (None). stage: a phrase on what happens meanwhile. problem: why it has no address."""
         self._place, self.stage, self.problem = place, stage, problem
         if place is not None:
             self._is_placed.set()

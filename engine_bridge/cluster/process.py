@@ -64,10 +64,8 @@ class Silence:
 async def pause_before_restart(closing: asyncio.Event, pause_s: float, began_s: float) -> float:
     """Wait before a process is started again, or until `closing`. Returns the length of the pause.
 
-    Args:
-        closing: set when the process is not to be started again.
-        pause_s: the pause before. It doubles, up to MOST_PAUSE_S; after a life of HEALTHY_S the pauses begin anew.
-        began_s: the start of the life that ended, on the monotonic clock.
+    pause_s: the pause before. It doubles, up to MOST_PAUSE_S; after a life of HEALTHY_S the pauses begin anew. began_s: the start of the life that
+    ended, on the monotonic clock.
     """
     pause_s = FIRST_PAUSE_S if time.monotonic() - began_s > HEALTHY_S else pause_s * 2
     with suppress(TimeoutError):
@@ -81,7 +79,6 @@ class ProcessNode(RemoteNode):
     Args:
         command: the child's; the number of its socket is put behind it.
         settings: the bytes that it reads from its standard input.
-        what: what the log and errors call the process.
         environ: its environment; None for this process's own.
     """
 

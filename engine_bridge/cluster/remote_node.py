@@ -154,7 +154,6 @@ class RemoteNode:
     # -- work ----------------------------------------------------------------------------------------------------------
 
     def _up(self) -> NodeLink:
-        """Return the link. Raises EngineUnavailable."""
         if self._link is None or not self._link.is_up:
             progress = self.progress
             if progress.state == "starting":

@@ -57,12 +57,8 @@ def reuses_kv(vllm_config: Any) -> bool:
 def know_weights(model: str, memory: Path | None, report: Callable[[str], None]) -> None:
     """Read the model's files, unless that has been done before.
 
-    Afterwards `revision_of` is quick, and knows which files there were before an engine loaded them.
-
-    Args:
-        model: a path; a name of a hub's model is ignored.
-        memory: the file in which digests are remembered; None: none are.
-        report: called with texts that say how far the reading has come.
+    Afterwards `revision_of` is quick, and knows which files there were before an engine loaded them. model: a path; a name of a hub's model is
+    ignored. memory: the file in which digests are remembered; None: none are. report: called with texts that say how far the reading has come.
     """
     path = Path(model)
     if path.exists():

@@ -188,13 +188,7 @@ class _Tenant:
 class GrammarChecker:
     """Verdicts on grammars, each reached once for a tenant and remembered by content.
 
-    Args:
-        tokenizer: the model's.
-        timeout_s: the time for checking one grammar.
-        memory_mib: the memory for checking one grammar.
-
     Attributes:
-        processes: the helper processes.
         num_checked, num_refused: grammars given to helper processes; grammars that must not be used.
         num_deaths: helper processes that ended by a crash or by their time.
         seconds: work of helper processes.

@@ -44,7 +44,6 @@ class Setup(msgspec.Struct, frozen=True):
     """The first message to a helper.
 
     Attributes:
-        tokenizer: the model's.
         memory_bytes: memory that compiling may add to the process.
         cpu_s: time of a core that one grammar may take before the system ends the process.
     """

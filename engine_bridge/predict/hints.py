@@ -160,7 +160,6 @@ def text_hints(question: str, num_chars: int | None = None) -> tuple[float, ...]
 
 
 def _counts(lowered: str, words: Sequence[str]) -> list[float]:
-    """Count words and phrases of each kind."""
     found = [_KIND_OF[word] for word in words if word in _KIND_OF]
     counts = []
     for kind in _KINDS:

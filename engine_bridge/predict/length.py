@@ -402,7 +402,6 @@ class Fitted(Struct, frozen=True, array_like=True):
     """The model learned from a window of answers.
 
     Attributes:
-        linear: the regression.
         lacking: by how much answers exceeded it that it was not fitted to, as a logarithm, for each of QUANTILES.
         trees: for each of QUANTILES; their last figure is the regression's estimate.
         linear_shares: the share of the regression in each quantile; the trees have the rest.

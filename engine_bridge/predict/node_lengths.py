@@ -134,8 +134,7 @@ class NodeLengths:
 def fingerprint(model: str) -> str:
     """Return 16 hex digits that tell models apart, and the tokenizers by which their answers are counted.
 
-    Args:
-        model: a folder, told by its content, so that moving it changes nothing; or a name on a hub, whose revisions count as one model.
+    model: a folder, told by its content, so that moving it changes nothing; or a name on a hub, whose revisions count as one model.
     """
     digest = hashlib.sha256()
     folder = Path(model).expanduser()

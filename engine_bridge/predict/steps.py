@@ -14,10 +14,9 @@ from __future__ import annotations
 import math
 import random
 import statistics
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
@@ -67,36 +66,15 @@ Predict = Callable[[Sequence[tuple[int, int, int]]], list[float]]
 """Returns the seconds of steps with this work."""
 
 
-def ridge(samples: Sequence[StepSample]) -> Predict:
-    """Train the regressor that is shipped. Its penalty is small: features are scaled and targets are near 1. Chosen."""
-    from sklearn.linear_model import Ridge  # type: ignore[import-untyped]
-
-    return fitted(Ridge(alpha=1e-3), DEGREE, samples)
-
-
-def fit_steps(
-    samples: Sequence[StepSample],
-    *,
-    train: Callable[[Sequence[StepSample]], Predict] = ridge,
-    seed: int = 0,
-) -> StepFit:
-    """Fit a table to measured steps.
-
-    Args:
-        samples: measured steps.
-        train: makes a predictor of samples.
-        seed: of the choice of held-out samples.
-
-    Raises:
-        ValueError: fewer than MIN_SAMPLES samples with work and time.
-    """
+def fit_steps(samples: Sequence[StepSample]) -> StepFit:
+    """Fit a table to measured steps. Raises ValueError for fewer than MIN_SAMPLES samples with work and time."""
     usable = [s for s in samples if sum(s.work[:2]) > 0 and 0 < s.seconds < math.inf]
     if len(usable) < MIN_SAMPLES:
         raise ValueError(f"fitting step times takes {MIN_SAMPLES} samples, not {len(usable)}")
-    kept, held_out = _divide(usable, seed)
+    kept, held_out = _divide(usable)
     axes = [_axis(amounts) for amounts in zip(*(s.work for s in usable), strict=True)]
-    error = table_error(StepTable.of(train(kept), *axes), held_out)
-    return StepFit(StepTable.of(train(usable), *axes), error, repeatability(usable), len(held_out))
+    error = table_error(StepTable.of(fitted(kept), *axes), held_out)
+    return StepFit(StepTable.of(fitted(usable), *axes), error, repeatability(usable), len(held_out))
 
 
 def table_error(table: StepTable, samples: Sequence[StepSample]) -> float:
@@ -118,10 +96,10 @@ def repeatability(samples: Sequence[StepSample]) -> float | None:
     return statistics.fmean(deviations) if deviations else None
 
 
-def _divide(samples: Sequence[StepSample], seed: int) -> tuple[list[StepSample], list[StepSample]]:
+def _divide(samples: Sequence[StepSample]) -> tuple[list[StepSample], list[StepSample]]:
     """Training and held-out samples. Repeats of one work go to the same side, else held-out points would have been seen."""
     works = sorted({sample.work for sample in samples})
-    random.Random(seed).shuffle(works)
+    random.Random(0).shuffle(works)
     held = set(works[: max(round(len(works) * HELD_OUT), 1)])
     train = [sample for sample in samples if sample.work not in held]
     held_out = [sample for sample in samples if sample.work in held]
@@ -140,23 +118,21 @@ def _axis(amounts: Sequence[int]) -> list[int]:
     return sorted({0, 1, *seen})
 
 
-def fitted(model: Any, degree: int, samples: Sequence[StepSample], *, is_weighted: bool = True) -> Predict:
-    """Train a regressor of scikit-learn's, which ships no types, on polynomial features of this degree. is_weighted: it takes weights."""
+def fitted(samples: Sequence[StepSample]) -> Predict:
+    """Train the regressor on polynomial features. Its penalty is small: features are scaled and targets are near 1. Chosen."""
     import numpy as np
-    from sklearn.exceptions import ConvergenceWarning  # type: ignore[import-untyped]
+    from sklearn.linear_model import Ridge  # type: ignore[import-untyped]
     from sklearn.pipeline import make_pipeline  # type: ignore[import-untyped]
     from sklearn.preprocessing import MaxAbsScaler, PolynomialFeatures, StandardScaler  # type: ignore[import-untyped]
 
     work = np.array([sample.work for sample in samples], dtype=np.float64)
     seconds: Floats = np.array([sample.seconds for sample in samples])
-    features = make_pipeline(MaxAbsScaler(), PolynomialFeatures(degree, include_bias=False), StandardScaler())
+    features = make_pipeline(MaxAbsScaler(), PolynomialFeatures(DEGREE, include_bias=False), StandardScaler())
     # In units of the median step, so that penalties do not depend on the machine's speed.
     unit = float(np.median(seconds))
     target = seconds / unit
-    weights = {"sample_weight": target**-2 / np.mean(target**-2)} if is_weighted else {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # then its error on held-out points shows it
-        model.fit(features.fit_transform(work), target, **weights)
+    model = Ridge(alpha=1e-3)
+    model.fit(features.fit_transform(work), target, sample_weight=target**-2 / np.mean(target**-2))
 
     def predict(points: Sequence[tuple[int, int, int]]) -> list[float]:
         """Return the seconds of steps with this work, each as `StepSample.work`; never below 0."""

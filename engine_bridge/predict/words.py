@@ -74,16 +74,10 @@ class Linear(Struct, frozen=True, array_like=True):
 
 
 def fitted(rows: Floats, lengths: Floats, words: Sequence[bytes], seed: int) -> tuple[Linear, Floats]:
-    """Fit the function to known answers.
+    """Fit the function to known answers. words: the places of each question's words, as `packed` makes them. lengths: their logarithms.
 
-    Args:
-        rows: the figures of each request.
-        lengths: the logarithm of each answer's length.
-        words: the places of each question's words, as `packed` makes them.
-        seed: of the random folds.
-
-    Returns:
-        The function, and for each answer the estimate by functions that were fitted to other answers: what reads it learns how far it can be trusted.
+    Returns the function, and for each answer the estimate by functions that were fitted to other answers, in random folds: what reads it learns how
+    far it can be trusted.
     """
     import numpy as np
     from scipy.sparse import csr_matrix, hstack

@@ -100,13 +100,11 @@ class EngineRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
         messages: the conversation up to the question. The node leaves them out of the request that it queues.
         tools: the tools that the model may call. The node leaves them out of the request that it queues.
         prompt_token_ids: the prompt's ids, given in place of messages. The node fills them in where a user's own predictor reads them.
-        sampling: how to choose tokens.
         history_token_ids: the ids of the session before the last message, packed (`pack_token_ids`): advice, which never changes the text that the
             model reads. The node leaves them out of the request that it queues.
         num_prompt_tokens: the node fills in this field and the fields below; tokens of the prompt, cached or not.
         max_tokens: the client's bound of the answer.
         hints: numbers for length predictors, always the same ones in the same order: see `predict/hints.py`.
-        rank: the rank of the request's adapter; 0 without one.
         client_salt: the client's own salt that keeps its KV apart, before the tenant's and the adapter's were added.
         guess: the length that a user's own predictor returned; None: the scheduler asks the node's predictor.
     """

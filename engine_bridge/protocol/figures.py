@@ -201,12 +201,6 @@ class NodeFigures(Struct, frozen=True, kw_only=True, omit_defaults=True):
     Attributes:
         num_steps: the engine's steps since the start of the process.
         num_rebuilds: how often the engine was built anew, and its process started anew.
-        num_ranks: how many devices its model is split over.
-        kv_tiers: the KV tiers behind the device.
-        adapter_stats: the adapters.
-        tokenizer_stats: rendering and tokenising.
-        grammar_stats: the check of grammars.
-        scheduling_stats: who starts next, and how full the device is.
         left_out: what the engine runs without, though it was set up with it.
         facts: what routing reckons with, under an empty name: the caller knows which node this is. A router has none, for no router routes to it.
     """

@@ -334,8 +334,6 @@ class JsonReply(Struct, frozen=True):
     """A whole answer of an OpenAI- or Anthropic-shaped call.
 
     Attributes:
-        status: the HTTP status.
-        body: a JSON body.
         token_ids: of a session's call, all ids that the engine read and wrote, packed; b"" where they are not known.
         dropped: parts left out of the call so that its prompt fits.
         num_prompt_tokens: of a call for embeddings, the tokens of all inputs.
@@ -394,11 +392,8 @@ class Answers(Protocol):
     ) -> JsonReply | SseReply:
         """Answer one OpenAI- or Anthropic-shaped call from its JSON value. Errors come as a `JsonReply` in that API's shape.
 
-        Args:
-            api: which API.
-            body: the call's body.
-            headers: the call's headers; only the request id is passed on.
-            request: the caller; the body's own priority and session are ignored. The adapter is the model that the body names.
+        headers: only the request id is passed on. request: the caller; the body's own priority and session are ignored. The adapter is the model that
+        the body names.
         """
 
     async def cancel(self, request_id: RequestId) -> bool:
@@ -417,12 +412,8 @@ class Advice(Protocol):
     async def advise(self, advisory: Advisory, on_change: Callable[[AdvisoryReport], None]) -> None:
         """Prepare for a request to come; the advisory takes the place of the session's last one.
 
-        Args:
-            advisory: which request.
-            on_change: called on the event loop with each new state, the last time with one of ADVISORY_ENDS.
-
-        Raises:
-            NotSupported: where the node acts on no advisories.
+        on_change: called on the event loop with each new state, the last time with one of ADVISORY_ENDS. Raises NotSupported where the node acts on
+        no advisories.
         """
 
     def retract(self, advisory_id: str, *, is_expired: bool) -> None:

@@ -95,8 +95,6 @@ class NodeFacts(Struct, frozen=True, kw_only=True, gc=False):
         queued_tokens: prompt tokens of queued requests that have to be computed.
         answer_tokens: tokens that all of these requests are predicted to answer still; None without predictions.
         free_tokens: tokens of KV that more requests could take once all of these requests have all that they will need.
-        num_urgent: requests of urgent sessions.
-        is_open: whether the node takes requests.
         perf: None: as `Settings` have it for all nodes.
         store: nodes that name the same store share their host memory and disk; "": the node shares them with no other.
     """

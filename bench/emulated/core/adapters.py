@@ -48,7 +48,6 @@ class EmulatedAdapters:
     Args:
         link: from host memory to the device.
         num_bytes: of each adapter; ids count from 1, as vLLM's do.
-        running: ids of adapters that requests run with.
         on_moved: called when a slot can be computed with.
     """
 
@@ -209,7 +208,6 @@ class EmulatedAdapters:
         size = self._num_bytes[fill.adapter_id - 1]
 
         def filled(now: float) -> None:
-            """Note that the slot can be computed with."""
             self.core.filled(fill.adapter_id, fill.slot)
             self._do(self.core.laid_out(fill.adapter_id))
             self._on_moved()

@@ -66,7 +66,6 @@ class EmulatedNode:
         tiers: host memory for KV that leaves the device; None: there is none.
         urgent_tpot_s: as `--urgent-tpot-ms`.
         noise: by which steps and copies take longer or shorter than the cost says.
-        stopwatch: what our scheduling takes is told by it.
     """
 
     def __init__(
@@ -223,12 +222,8 @@ class EmulatedNode:
     ) -> str:
         """Announce a request of this session, and return the advisory's id.
 
-        Args:
-            session: the session.
-            arrival_s: the request comes this many seconds from now or later; None: at an unknown time.
-            priority: as of advisories.
-            lifetime_s: for how long the order of requests counts on it.
-            probability: that it comes.
+        arrival_s: it comes this many seconds from now or later; None: at an unknown time. lifetime_s: for how long the order of requests counts on
+        it. probability: that it comes.
         """
         if self.scheduling is not None:
             self.scheduling.announced(session, lifetime_s)

@@ -50,12 +50,7 @@ def arrivals(lengths: Lengths, per_s: float, num: int, seed: int) -> list[Arriva
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """Results of a play.
-
-    Attributes:
-        jobs: in order of arrival.
-        scheduler_s: wall time in the scheduler alone.
-    """
+    """Results of a play. scheduler_s: wall time in the scheduler alone."""
 
     jobs: list[Job]
     num_steps: int
@@ -94,7 +89,6 @@ def play_on_node(
     said_s = time.perf_counter()
 
     def submit(arrival: Arrival) -> None:
-        """Send a request, and now and then print how far the play is."""
         nonlocal said_s
         node.submit(arrival)
         if time.perf_counter() - said_s > SAY_AFTER_S:

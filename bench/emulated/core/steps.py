@@ -77,13 +77,9 @@ class StepCost:
         num_context: int = 0,
         sum_rank: int = 0,
     ) -> float:
-        """Return the seconds of a step that computes these chunks and one token for each of `num_decodes` requests.
+        """Return the seconds of a step that computes these parts of prompts and one token for each of `num_decodes` requests.
 
-        Args:
-            chunks: the parts of prompts.
-            num_decodes: the requests that decode.
-            num_context: tokens of KV that the decoding requests attend to.
-            sum_rank: ranks of their adapters, as the kernel reads them.
+        num_context: tokens of KV that the decoding requests attend to. sum_rank: ranks of their adapters, as the kernel reads them.
         """
         compute_s = num_decodes * (self._token_s + self._head_s) + num_context * self._pair_s
         memory_s = self._weights_s + num_context * self._kv_token_s
@@ -133,7 +129,6 @@ def with_table(cost: StepCost) -> StepCost:
     """Give a data sheet's cost the table that a live engine would go by, and return it."""
 
     def seconds(points: Sequence[tuple[int, int, int]]) -> list[float]:
-        """Return the seconds of steps by tokens of prompts, decoding requests and their context tokens."""
         return [cost.step_s([Chunk(p, 0, 0, True)] if p else [], d, c) for p, d, c in points]
 
     cost.table = StepTable.of(seconds, PREFILL_AXIS, DECODE_AXIS, CONTEXT_AXIS)
@@ -165,13 +160,7 @@ ACTIVATION_BYTES = 10**9
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The form of an engine's steps.
-
-    Attributes:
-        step_tokens: most tokens in one step.
-        max_running: most requests that run.
-        is_mixed: prompts are computed in chunks beside decoding requests; else whole, in steps without decoding.
-    """
+    """The form of an engine's steps. is_mixed: prompts are computed in chunks beside decoding requests; else whole, in steps without decoding."""
 
     step_tokens: int
     max_running: int
@@ -208,14 +197,9 @@ def work_of(
 ) -> StepWork:
     """Return the work of the step that vLLM has just scheduled.
 
-    A request gets a token if all its tokens are computed by then; it decodes if that took one token alone.
-
-    Args:
-        cost: the cost of steps on this device.
-        num_scheduled_tokens: tokens of the step, by request.
-        requests: vLLM's, which count a step's tokens as computed once it is scheduled.
-        ranks: of requests' adapters.
-        assisted: ids of adapters that the host computes.
+    A request gets a token if all its tokens are computed by then; it decodes if that took one token alone. num_scheduled_tokens: by request.
+    requests: vLLM's, which count a step's tokens as computed once it is scheduled. ranks: of requests' adapters. assisted: ids of adapters that the
+    host computes.
     """
     chunks: list[Chunk] = []
     giving: list[str] = []

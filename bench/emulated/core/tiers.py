@@ -50,7 +50,6 @@ class TierSizes:
 
     Attributes:
         disk_bytes_per_s: each way; None for no disk.
-        policy: in place of the policy that serves.
         is_plain: whether host memory is as vLLM's own: the block used longest ago leaves first, whatever the device has, and is written once.
     """
 
@@ -185,7 +184,6 @@ class EmulatedTiers(KvTiers):
         self.use_link(Link(d2h_bytes_per_s=rate, h2d_bytes_per_s=rate, setup_s=link.setup_s))
 
     def _close_store(self) -> None:
-        """Close the store without writing what waits for the disk."""
         assert self._io is not None
         self._io.close()
 
@@ -238,7 +236,6 @@ class EmulatedTiers(KvTiers):
         """Run a step; by itself it takes `compute_s`. ended: called at its end with the device's blocks that did not come in time."""
 
         def end(failed: set[int]) -> None:
-            """End the step."""
             self._step = None
             self.num_failed_loads += len(failed)
             ended(failed)

@@ -41,7 +41,6 @@ Row = tuple[float, int, int]
 
 
 def _with_gaps(timed: Iterable[Row]) -> list[Row]:
-    """Return rows with the seconds since the one before in place of the time."""
     before_s, found = None, []
     for at_s, prompt, answer in timed:
         found.append((at_s - before_s if before_s is not None else 0.0, prompt, answer))

@@ -44,8 +44,6 @@ class Engine:
 
     Attributes:
         num_blocks: that requests may have; vLLM keeps one more to itself.
-        max_running: most requests that run at once.
-        step_tokens: most tokens of a step.
         max_tokens: longest prompt and answer together.
         max_step_s: as `--max-step-ms`, where the device has a table; 0: steps are as long as vLLM makes them.
         has_prefix_cache: whether blocks are found again.
@@ -123,7 +121,6 @@ def block_hasher(block_tokens: int) -> Callable[[Request], list[BlockHash]]:
     """
 
     def name_new_blocks(request: Request) -> list[BlockHash]:
-        """Return names of the request's full blocks that have none yet."""
         return block_names(
             request.prompt_token_ids[0], len(request.block_hashes), request.num_tokens // block_tokens
         )

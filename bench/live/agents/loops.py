@@ -29,7 +29,6 @@ class ToolLoop(ABC):
     """One conversation of one SDK.
 
     Args:
-        url: of the server.
         told: takes the observations of each call.
         is_named: whether calls name their session by a header.
     """
@@ -257,7 +256,6 @@ async def _branch(loop: ToolLoop, name: str, task: str) -> None:
 
 
 async def _work(loop: ToolLoop, task: str, steps: Sequence[ToolStep]) -> None:
-    """Have a task done in these steps, then ask for its result."""
     loop.tell(task)
     for step in steps:
         call_ids = await loop.ask()

@@ -70,7 +70,6 @@ async def capacity(http: aiohttp.ClientSession, server: Server, name: str) -> Ca
     ends_s, answer_s = list[float](), list[float]()
 
     async def ask_on(number: int) -> None:
-        """Ask one question after the other until the time is up."""
         history = text(FIRST_TOKENS, name, number)
         while (asked_s := time.monotonic()) < count_from_s + MEASURED_S:
             first_s, answer, _ = await complete(http, server, history, rng.randint(8, 64), f"{name}-{number}")
@@ -109,12 +108,7 @@ class People:
         self.loads: list[list[int]] = []
 
     async def live(self, seconds: float, when_warm: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Let all people ask.
-
-        Args:
-            seconds: how long questions count, after the warm-up.
-            when_warm: called at the end of the warm-up.
-        """
+        """Let all people ask. seconds: how long questions count, after the warm-up. when_warm: called at the end of the warm-up."""
         self._count_from_s = time.monotonic() + WARM_UP_S
         until_s = self._count_from_s + seconds
         watching = asyncio.create_task(self._watch(until_s))

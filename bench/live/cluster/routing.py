@@ -29,16 +29,9 @@ async def joined(
 ) -> dict[str, Any]:
     """Measure a node that joins at the end of each warm-up. The people are the same in all arms, which take turns; only `advised` advises.
 
-    Args:
-        http: for all requests.
-        server: with two nodes.
-        repeats: how often each arm is played.
-        seconds: of each play, after its warm-up.
-        is_quick: without the arm of which no figure is claimed, sessions that move without advisories.
-
-    Returns:
-        P99 of the time to the first token of each arm over that of sticky sessions; the most requests at a node over the median node's, with
-        advisories.
+    server: with two nodes. repeats: of each arm. seconds: of each play, after its warm-up. is_quick: without the arm of which no figure is claimed,
+    sessions that move without advisories. Returns P99 of the time to the first token of each arm over that of sticky sessions; the most requests at a
+    node over the median node's, with advisories.
     """
     arms = ARMS[:2] if is_quick else ARMS
     played: dict[str, list[People]] = {arm: [] for arm in arms}

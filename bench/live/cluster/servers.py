@@ -25,11 +25,7 @@ SMALL = "--max-num-seqs 16 --max-loras 1 --max-lora-rank 8 --adapter-host-gib 0.
 
 
 class Server(OvertureServer):
-    """One gateway of this checkout with nodes on this machine, until the block ends.
-
-    Args:
-        num_nodes: 1 for the engine in the gateway's own process.
-    """
+    """One gateway of this checkout with nodes on this machine, until the block ends. num_nodes: 1 for the engine in the gateway's own process."""
 
     def __init__(self, name: str, folder: Path, num_nodes: int) -> None:
         self.name, self.num_nodes = name, num_nodes

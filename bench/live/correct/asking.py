@@ -33,7 +33,6 @@ class Answer(Struct, frozen=True):
 
     Attributes:
         num_cached: prompt tokens whose KV was reused.
-        adapter: the adapter's name; "" for none.
         text: the answer's text, in a conversation.
         pictures: the PNGs that the prompt has, in their order.
     """

@@ -56,7 +56,6 @@ class Family(Struct, frozen=True):
         kv_token_bytes: of one token's KV over all layers.
         drafted_by: how vLLM drafts tokens for it: "ngram", "eagle" (a head of random weights, so its drafts are wrong), "mtp" (the same, of the
             model's own last layer) or "draft_model" (the same model, so they are right); "" for not at all.
-        dtype: what its server computes with. Only float32 is compared with transformers, whose rounding differs.
         computed_as: fields of its configuration that vLLM computes with in place of what they say.
         quantised: the form of its weights, of `quantising.METHODS`; "" for plain ones.
         operation: of vLLM's for CPUs, which it computes with; "" for none that any CPU lacks.

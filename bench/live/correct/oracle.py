@@ -114,8 +114,6 @@ class StockOracle:
     """vLLM's own engine with one model folder, in this process. On a CPU it computes adapters with our layers, as its own take seconds a step.
 
     Args:
-        dtype: what it computes with.
-        has_adapters: whether it is asked for answers under adapters.
         sight: how the model reads pictures; None where it reads none.
     """
 

@@ -93,11 +93,7 @@ class Judge:
     def check(self, case: str, answer: Answer, *, may_reuse: bool = True, must_reuse: bool = False) -> None:
         """Compare an answer with the oracle's, and note the case.
 
-        Args:
-            case: the name of the case.
-            answer: the answer to check.
-            may_reuse: whether KV from before may be part of its prompt.
-            must_reuse: whether some KV has to be reused for the case to say anything.
+        may_reuse: whether KV from before may be part of its prompt. must_reuse: whether some has to be reused for the case to say anything.
         """
         is_stale = answer.num_cached > 0 and not (may_reuse and self._reuses_kv)
         is_missing = must_reuse and self._reuses_kv and answer.num_cached == 0
@@ -130,15 +126,8 @@ async def family_play(
 ) -> dict[str, str]:
     """Every tier, adapters, sessions, batches, a restart, and a second node, with one model. Returns what its server goes without, and why.
 
-    Args:
-        family: the model.
-        scratch: a folder for the servers' data.
-        note: is told of each case.
-        has_peer: whether there is a second node.
-        flags: of the server, beside the family's own.
-
-    Raises:
-        NotComputable: vLLM has no kernel of the model for this processor.
+    has_peer: whether there is a second node. flags: of the server, beside the family's own. Raises NotComputable: vLLM has no kernel of the model for
+    this processor.
     """
     if not family.is_computable():
         raise NotComputable(family.operation)

@@ -36,14 +36,10 @@ def write(
     left_out: Mapping[str, Mapping[str, str]],
     impossible: Mapping[str, str],
 ) -> None:
-    """Write the page. Rows of families that were not played now stay as they are there.
+    """Write the page. Rows of families that were not played now stay as they are there. cases: what was asked of the families.
 
-    Args:
-        path: the file.
-        families: those that were played.
-        cases: what was asked of them.
-        left_out: by name, of each family that was played to its end, what it goes without, and why.
-        impossible: by name, of each that vLLM does not compute on this processor, the operation that it lacks.
+    left_out: by name, of each family that was played to its end, what it goes without, and why. impossible: by name, of each that vLLM does not
+    compute on this processor, the operation that it lacks.
     """
     rows = _rows_of(path) | {
         family.name: _row(

@@ -41,13 +41,10 @@ class Sizes:
     Attributes:
         is_dry: the demo model on a CPU.
         correct: prompts that are to come back from every tier.
-        streams: how many requests run at once.
         prompts: the prompts whose time to the first token is taken.
-        repeats: how often each of these prompts is taken.
         beside_streams: how many decode while conversations of `beside_tokens` come to the device, `beside_moves` of them, one a second.
         beside_answer: of each of these streams.
         num_adapters: the adapters that are served; `num_requests` requests ask for them, `requests_per_s` on average.
-        histories: of the play over HTTP.
         copied_mib: of each way of the copies.
     """
 
@@ -380,7 +377,7 @@ def adapters(run: Run, kind: str) -> Found:
 def over_http(run: Run) -> Found:
     """Histories as a client meets them: computed, resident, from host memory and disk, with advisories and without."""
     name, device = ("dry", "cpu") if run.sizes.is_dry else ("8b", "cuda")
-    _, found = asyncio.run(measure(name, device, run.sizes.histories))
+    found = asyncio.run(measure(name, device, run.sizes.histories))
     # With weights that vLLM makes up, answers hardly depend on the prompt: `correct` says more about correctness.
     yield {"is_right": found["tokens_identical"]} | found
 

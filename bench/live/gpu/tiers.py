@@ -1,15 +1,12 @@
 """What our server's KV tiers and advisories are worth on a GPU, as a client sees it over HTTP.
 
-    python -m bench.live.gpu.tiers [--shape 8b|small|tiny] [--eager] [--device cpu]
-
-`8b` has the layers of Llama 3 8B in bfloat16 and weights that vLLM makes up, so nothing is downloaded; its answers hardly depend on the prompt.
-`small` (0.6 B) has random weights that make them differ, so that a wrong KV block shows as a wrong token: `tokens_identical`.
+The model has the layers of Llama 3 8B in bfloat16 and weights that vLLM makes up, so nothing is downloaded; its answers hardly depend on the prompt.
 
 Each history of 2,048, 8,192 and 16,384 tokens is sent once (`recompute`); then a turn of 32 tokens follows it, whose KV is on the device, in host
 memory (the others have pushed it out since), in host memory with an advisory before it, on disk (the server was started anew), and on disk with an
 advisory. The device has room for four tenths of the histories. A history's turns have the same text, so their answers must be the same.
 
-The last line is JSON: `ttft_ms`, median by source and tokens (`device`: at once after the history, while its KV is still being saved; `resident`:
+Found are `ttft_ms`, median by source and tokens (`device`: at once after the history, while its KV is still being saved; `resident`:
 the same turn once more, later); `host_vs_recompute`, `advised_vs_resident` (from host memory) and so on, by tokens; `restored_share`: of a turn's
 prompt, what was taken from KV; `copy_gb_s`: what the links give to plain copies of pinned memory; `restore_gb_s`: bytes of a history over what its
 restore from host memory adds to the TTFT, `restore_vs_link` the longest one's over what the link gives.
@@ -17,7 +14,6 @@ restore from host memory adds to the TTFT, `restore_vs_link` the longest one's o
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import statistics
@@ -37,7 +33,7 @@ import aiohttp
 from bench.live.peers.play import text
 from bench.live.shared.asking import Streamed, streamed
 from bench.live.shared.models import ModelShape, model_folder
-from bench.live.shared.report import ROOT, Progress, last_line, options, report, spread_ms
+from bench.live.shared.report import ROOT, Progress, last_line
 from bench.live.shared.serving import OvertureServer
 from engine_bridge.protocol.node import ADVISORY_ENDS
 
@@ -145,17 +141,11 @@ def kv_flags(shape: ModelShape, device: str, kv_gib: float) -> list[str]:
 
 @asynccontextmanager
 async def serving(
-    shape: ModelShape, device: str, histories: Histories, folder: Path, log: Path, *flags: str
+    shape: ModelShape, device: str, histories: Histories, folder: Path, log: Path
 ) -> AsyncIterator[Client]:
-    """Serve this model with tiers for all histories; yield a client until the block ends.
+    """Serve this model on "cpu" or "cuda" with tiers that have room for all histories; yield a client until the block ends.
 
-    Args:
-        shape: the model.
-        device: "cpu" or "cuda".
-        histories: for which there is to be room.
-        folder: the server's data folder.
-        log: the file for the server's output.
-        *flags: more flags of `overture serve`.
+    folder: the server's data folder. log: the file for its output.
     """
     has_weights = shape != SHAPES["8b"]
     kv_gib = histories.repeats * sum(histories.tokens) * shape.kv_token_bytes / 2**30
@@ -167,7 +157,6 @@ async def serving(
         *kv_flags(shape, device, DEVICE_SHARE * kv_gib),
         *([] if has_weights else ["--engine-arg=load_format=dummy"]),
         *(f"--kv-host-gib={1.5 * kv_gib:.4f}", f"--kv-disk-gib={2 * kv_gib:.4f}"),
-        *flags,
     ]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     with OvertureServer(log, *command, PYTHONPATH=path) as server:
@@ -234,56 +223,18 @@ async def play(
                 played.note(source, num_tokens, number, await client.ask(session, asked))
 
 
-def copy_gb_s() -> dict[str, Any]:
-    """Measure plain copies between pinned memory and the GPU in a process of their own, in GB/s."""
-    code = """
-import json, torch
-a = torch.empty(1 << 30, dtype=torch.uint8).pin_memory(); b = torch.empty_like(a, device="cuda"); found = {}
-for name, to, of in (("to_device", b, a), ("to_host", a, b)):
-    times = []
-    for _ in range(5):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record(); to.copy_(of, non_blocking=True); end.record(); torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-    found[name] = round(a.numel() / sorted(times)[2] / 1e6, 1)
-print(json.dumps(found | {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}))
-"""
-    return last_line(sys.executable, "-c", code)
-
-
-def main() -> None:
-    """Run the bench from the command line."""
-    parser = options(__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="8b", help="which model")
-    parser.add_argument("--eager", action="store_true", help="compile nothing: the server starts sooner")
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the bench itself"
-    )
-    asyncio.run(run(parser.parse_args()))
-
-
-async def run(args: argparse.Namespace) -> None:
-    """Measure everything and report."""
-    flags = ["--enforce-eager"] if args.eager else []
-    played, details = await measure(args.shape, args.device, Histories(), *flags)
-    rows = [
-        (f"TTFT, {source}, {num_tokens} tokens [ms]", spread_ms(found), "")
-        for (source, num_tokens), found in sorted(played.ttft_s.items())
-    ]
-    report(f"{args.shape} on {details['copy_gb_s'].get('gpu', args.device)}", rows, details)
-
-
-async def measure(name: str, device: str, histories: Histories, *flags: str) -> tuple[Played, dict[str, Any]]:
-    """Return the turns and their figures. name: of the shape; flags: more of the server's."""
+async def measure(name: str, device: str, histories: Histories) -> dict[str, Any]:
+    """Return the figures. name: of the shape."""
     shape, progress, played = SHAPES[name], Progress(), Played()
-    details: dict[str, Any] = {"shape": name, "copy_gb_s": copy_gb_s() if device == "cuda" else {}}
+    copies = last_line(sys.executable, "-m", "bench.live.gpu.copies", f"--device={device}", timeout_s=300)
+    details: dict[str, Any] = {"shape": name, "copy_gb_s": copies["one_stretch"]}
     with tempfile.TemporaryDirectory() as scratch:
         folder, logs = Path(scratch) / "data", Path(scratch)
         for log, rounds in (("first.log", FIRST_SERVER), ("second.log", SECOND_SERVER)):
             progress.say("starting a server")
-            async with serving(shape, device, histories, folder, logs / log, *flags) as client:
+            async with serving(shape, device, histories, folder, logs / log) as client:
                 await play(client, played, histories, progress, rounds)
-    link_gb_s = details["copy_gb_s"].get("to_device")
+    link_gb_s = details["copy_gb_s"]["to_device"]
     restore_gb_s = {
         num_tokens: round(num_tokens * shape.kv_token_bytes / max(ms - resident_ms, 0.1) / 1e6, 1)
         for (num_tokens, ms), resident_ms in zip(
@@ -298,12 +249,8 @@ async def measure(name: str, device: str, histories: Histories, *flags: str) -> 
             for (source, num_tokens), found in played.cached.items()
         },
         "restore_gb_s": restore_gb_s,
-        "restore_vs_link": round(restore_gb_s[histories.tokens[-1]] / link_gb_s, 3) if link_gb_s else None,
+        "restore_vs_link": round(restore_gb_s[histories.tokens[-1]] / link_gb_s, 3),
         "tokens_identical": played.are_identical(),
         "num_distinct_answers": len({answers["device"] for answers in played.answers.values()}),
     }
-    return played, details
-
-
-if __name__ == "__main__":
-    main()
+    return details

@@ -79,11 +79,7 @@ QUICK = Plan(
 
 
 class Bench(Progress):
-    """One run over live workers.
-
-    Attributes:
-        is_same: whether both engines gave the same answers so far.
-    """
+    """One run over live workers. is_same: whether both engines gave the same answers so far."""
 
     def __init__(self, plan: Plan, workers: dict[str, Worker]) -> None:
         super().__init__()

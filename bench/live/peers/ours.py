@@ -265,10 +265,6 @@ class Ours(Engine):
         found: int = self.on_engine(lambda driver: self.tiers.copier.back.num_bytes)
         return found
 
-    def capacity(self) -> dict[str, int]:
-        """Return how many tokens of long prompts the device's KV memory holds, and its bytes."""
-        return self.on_engine(inside.capacity)
-
     def settle(self) -> None:
         """Return once the tiers have written everything. Raises TimeoutError."""
         if self.tiers is not None and not self.tiers.store.flush(SETTLE_TIMEOUT_S):
@@ -284,7 +280,6 @@ class Ours(Engine):
         return self.on_engine(lambda driver: inside.time_host_copy(driver, self.tiers, keys))
 
     async def _keys_of(self, tokens: list[int]) -> list[BlockKey]:
-        """The keys of a prompt's whole blocks, as a request of ours has them."""
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
@@ -361,11 +356,8 @@ class Ours(Engine):
     def use(self, policy: str, history: list[list[Any]], rate_per_s: float, way: str = "cheaper") -> None:
         """Let this policy decide from now on which request starts, with no other knowledge than `history`.
 
-        Args:
-            policy: the name of the policy.
-            rate_per_s: requests a second.
-            history: earlier requests at this rate: prompt tokens, answer tokens, adapter (or None). Lanes and predictor are fitted to them.
-            way: how a preempted request gets its KV back: "cheaper", or "swap".
+        history: earlier requests at this rate: prompt tokens, answer tokens, adapter (or None). Lanes and predictor are fitted to them. way: how a
+        preempted request gets its KV back: "cheaper", or "swap".
         """
         ranks = {record.name: record.rank for record in self.node._catalog.served()}
         self.on_engine(lambda driver: inside.change_policy(driver, self.node, policy))

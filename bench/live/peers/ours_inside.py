@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from bench.live.peers.play import Ask, StepLog
-from engine_bridge.driver.in_process import runner_of
 from engine_bridge.driver.kv.link_measuring import LinkMeasuring
 from engine_bridge.local_node import LocalNode
 from engine_bridge.predict.length import OnlineLengths
@@ -43,7 +42,6 @@ def break_next_step(driver: Any) -> None:
     """Have the next step with requests fail, as a CUDA error would let it."""
 
     def fail() -> None:
-        """Fail."""
         raise RuntimeError("a step was made to fail")
 
     driver.engine.step = fail
@@ -98,13 +96,6 @@ def equal_copies(driver: Any, num_blocks: int, num: int) -> dict[str, list[float
 
 
 # -- adapters ----------------------------------------------------------------------------------------------------------
-
-
-def capacity(driver: Any) -> dict[str, int]:
-    """Return how many tokens the device's KV memory holds, and its bytes."""
-    storages = (cache.untyped_storage() for cache in runner_of(driver.engine).kv_caches)
-    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    return {"tokens": driver.capacity_tokens, "bytes": sum(sizes.values())}
 
 
 def is_quiet(driver: Any) -> bool:
@@ -187,7 +178,6 @@ def time_steps(driver: Any, times: list[float]) -> None:
     step = driver._step_engine
 
     def timed() -> Any:
-        """Step the engine and record the seconds."""
         started_s = time.perf_counter()
         outputs = step()
         times.append(time.perf_counter() - started_s)

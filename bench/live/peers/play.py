@@ -25,7 +25,6 @@ class Ask:
 
     Attributes:
         at_s: seconds after the play's start.
-        adapter: None for the base model.
         session: the conversation that it belongs to; "" for none.
         is_background: it ends when the others have ended.
     """

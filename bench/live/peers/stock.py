@@ -115,7 +115,6 @@ class Stock(Engine):
                 self.llm.abort_request([request_id])
 
     async def _step(self) -> None:
-        """Run steps as long as there are requests."""
         try:
             while self.llm.has_unfinished_requests():
                 for output in self.log.step(self.llm.step):

@@ -46,8 +46,6 @@ class Worker:
     Args:
         name: of the engine, and of the file with its output.
         kind: which engine, a key of `KINDS`.
-        settings: the engine's.
-        folder: for that file.
     """
 
     def __init__(self, name: str, kind: str, settings: Settings, folder: Path) -> None:
@@ -86,7 +84,6 @@ class Worker:
         return answers
 
     def _kill(self) -> None:
-        """Kill the worker and its children."""
         with suppress(ProcessLookupError, TypeError):
             os.killpg(self._process.pid, signal.SIGKILL)  # type: ignore[arg-type]
 
@@ -142,15 +139,9 @@ def start_alike(
 def start_workers(
     arms: Mapping[str, tuple[str, Settings]], folder: Path, stack: ExitStack
 ) -> dict[str, Worker]:
-    """Start engines side by side and return them by name once all are ready; they end with `stack`.
+    """Start engines side by side and return them by name once all are ready; they end with `stack`. Raises WorkerFailed if one does not start.
 
-    Args:
-        arms: the kind and the settings of each engine, by name.
-        folder: for the files that get what the engines print.
-        stack: ends the engines when it is closed.
-
-    Raises:
-        WorkerFailed: if an engine does not start.
+    arms: the kind and the settings of each engine, by name. folder: for the files that get what the engines print.
     """
     workers = {
         name: stack.enter_context(Worker(name, kind, settings, folder))

@@ -27,12 +27,7 @@ class Held(NamedTuple):
 
 
 class Server:
-    """`bench.live.robustness.served` on one port, in one life after the other.
-
-    Args:
-        folder: for the log and the file of stalls.
-        flags: of `overture serve`.
-    """
+    """`bench.live.robustness.served` on one port, in one life after the other."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
         self.port = free_port()

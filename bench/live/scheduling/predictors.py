@@ -40,15 +40,9 @@ def measure(
     num_tight: int,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Measure the errors.
+    """Measure the errors. traffic: of the base model. profile_dir: where `overture profile` has kept its tables. folder: for the engine's files.
 
-    Args:
-        traffic: of the base model.
-        profile_dir: where `overture profile` has kept its tables.
-        folder: for the engine's files.
-        seconds: of the traffic.
-        num_tight: requests of tight memory.
-        say: prints how far the bench is.
+    seconds: of the traffic. num_tight: requests of tight memory.
     """
     settings = Settings.of(
         ModelShape(),
@@ -64,7 +58,6 @@ def measure(
         worker.wait_ready()
 
         def play(asks: Sequence[Ask], policy: str, history: Any, **use: Any) -> tuple[float, dict[str, Any]]:
-            """Return the seconds until all are answered, and the predictions."""
             worker.call("empty")
             worker.call("use", policy=policy, history=history, rate_per_s=TIGHT_RATE_PER_S, **use)
             elapsed_s = max(answer.token_s[-1] for answer in worker.play(asks))
@@ -87,7 +80,6 @@ def measure(
 
 
 def _errors(*plays: dict[str, Any]) -> dict[str, Any]:
-    """Return the errors over the predictions of all plays."""
     kinds = {name: [each for seen in plays for each in seen[name]] for name in ("step", "out", "back")}
     errors = {name: error_of(seen) for name, seen in kinds.items() if seen}
     copied = [name for name in ("out", "back") if name in errors]

@@ -18,7 +18,6 @@ class Streamed(Struct, frozen=True):
         ttft_s: seconds from sending the request until the first text, or the first token ids; 0 if none came.
         end_s: seconds from sending the request until the stream ended.
         text: all text of the first choice.
-        token_ids: its token ids, where the request asks for them.
         num_cached: prompt tokens whose KV was reused, where the request asks for usage.
     """
 

@@ -27,16 +27,7 @@ def options(doc: str | None, quick: str = "") -> argparse.ArgumentParser:
 def last_line(
     *command: str, timeout_s: float | None = None, env: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Run a command and return its last line as JSON.
-
-    Args:
-        *command: the program and its arguments.
-        timeout_s: ends the command; None: never.
-        env: variables beside this process's.
-
-    Raises:
-        RuntimeError: if the command fails.
-    """
+    """Run a command and return its last line as JSON. Raises RuntimeError if it fails. env: variables beside this process's."""
     done = subprocess.run(
         command,
         cwd=ROOT,

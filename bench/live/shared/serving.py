@@ -41,7 +41,6 @@ class ServerProcess:
 
     Args:
         log: the file to which the command's output is appended.
-        folder: the command's working directory.
         environ: the whole environment of the command.
     """
 
@@ -114,8 +113,6 @@ class OvertureServer(ServerProcess):
 
     Args:
         log: the file to which the server's output is appended.
-        flags: further flags of `overture serve`.
-        checkout: the folder of the checkout.
         command: the module that serves, with its first arguments.
         port: the port to serve on; 0 for a free port.
         variables: of the server's environment, beside this process's.
@@ -140,9 +137,7 @@ class OvertureServer(ServerProcess):
 def demo_server(*flags: str, **variables: str) -> Iterator[ServerProcess]:
     """Serve the demo model of this checkout; yield the server once it is ready, and stop it when the block ends.
 
-    Args:
-        flags: further flags of `overture serve`.
-        variables: of the server's environment, beside this process's.
+    flags: further ones of `overture serve`. variables: of the server's environment, beside this process's.
     """
     with tempfile.TemporaryDirectory() as name:
         log, data = Path(name) / "server.log", f"--data-dir={name}/data"

@@ -99,12 +99,7 @@ class AdapterCopies:
         return [self._drop(self._versions[victim], "adapter") for victim in victims]
 
     def begun(self, adapter_id: int, is_ahead: bool = False) -> None:
-        """Note that the adapter has blocks and that its copy is being written into them.
-
-        Args:
-            adapter_id: the adapter that is copied.
-            is_ahead: whether it is copied before any request asked for it.
-        """
+        """Note that the adapter has blocks, into which its copy is being written. is_ahead: no request has asked for it yet."""
         version = self._table[adapter_id]
         if version.copy == "none":
             self._ahead_id = adapter_id if is_ahead else None

@@ -23,7 +23,6 @@ class AdapterSlots:
         step_room: room that the adapters in slots may take together as long as unused ones are among them, in the units of `Version.room`;
             None: only the number of slots bounds them.
         fills_from_copies: whether a slot is filled from KV blocks rather than from host memory.
-        counts: where events are counted.
         left: ids of adapters that left their slot and have a host copy are added here, so that the caller can keep a copy elsewhere.
     """
 

@@ -17,7 +17,6 @@ class Version:
         room: the share of the steps' room that it takes, in the units of `Rules.step_room`.
         host_bytes: size of its copy in host memory; None without a copy.
         copy: state of its copy in KV blocks.
-        is_filled: whether steps can compute with the weights in its slot.
         num_layouts: number of layouts from its host copy that are under way on the loader's thread.
         is_put_back: whether it was put back for a measurement; that ends with its next request.
         requests: ids of its requests in the engine, the oldest first, and the time in seconds at which each came.
@@ -123,11 +122,7 @@ class AdapterTable:
         return slot
 
     def check(self, host_capacity_bytes: int) -> None:
-        """Check that the books balance.
-
-        Raises:
-            AssertionError: they do not balance.
-        """
+        """Check that the books balance. Raises AssertionError: they do not balance."""
         versions = list(self._versions.values())
         assert self.host_bytes == sum(v.host_bytes or 0 for v in versions), "bytes lost or counted twice"
         assert self.reserved_bytes == sum(v.num_bytes for v in versions if v.is_loading), "reserved bytes"

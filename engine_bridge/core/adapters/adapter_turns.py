@@ -34,13 +34,7 @@ class AdapterTurns:
         """The last result of `held_back`. May be read from any thread."""
 
     def holds_back(self, adapter_id: int, running: Callable[[], Collection[int]], now: float) -> bool:
-        """Return whether this adapter starts no further request, as of a look that is at most `LOOK_EVERY_S` old.
-
-        Args:
-            adapter_id: the adapter of the request that could start.
-            running: returns the adapters that requests run with, as for `held_back`.
-            now: the time in seconds, on the caller's clock.
-        """
+        """Return whether this adapter starts no further request, as of a look that is at most `LOOK_EVERY_S` old. running: as for `held_back`."""
         if now >= self._look_s:
             self._look_s = now + LOOK_EVERY_S
             self.held_back(running(), now)

@@ -37,11 +37,7 @@ class Worth:
         self.use_policy(policy)
 
     def use_policy(self, policy: str) -> None:
-        """Judge by this policy from now on. It knows of no earlier use.
-
-        Raises:
-            KeyError: there is no policy of this name.
-        """
+        """Judge by this policy from now on. It knows of no earlier use. Raises KeyError: there is no policy of this name."""
         self._uses = UseWindow()
         self._host: AdapterEvictionPolicy = POLICIES[policy]()
         self._device: AdapterEvictionPolicy = POLICIES[policy]()

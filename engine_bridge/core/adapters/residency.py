@@ -42,8 +42,6 @@ class Rules(Struct, frozen=True, kw_only=True):
     """The bounds within which adapters are placed.
 
     Attributes:
-        host_bytes: memory for adapters in host memory.
-        num_slots: slots for adapters that steps compute with.
         step_room: the room that the adapters of all running requests may take together, in the units of `Version.room`; None: only the number
             of slots bounds them.
         cpu_assist: whether requests start while their adapter is still on its way into a slot.
@@ -156,9 +154,7 @@ class AdapterPlaces:
     def is_at_hand(self, adapter_id: int, *, may_assist: bool = True) -> bool:
         """Return whether a step could compute with this adapter as far as its weights are concerned.
 
-        Args:
-            adapter_id: an adapter of this engine.
-            may_assist: whether an adapter on its way into a slot counts too.
+        may_assist: whether an adapter on its way into a slot counts too.
         """
         version = self.table[adapter_id]
         if version.is_filled or self._has_device_source(version):
@@ -191,11 +187,7 @@ class AdapterPlaces:
         return self.table[adapter_id].room
 
     def enter(self, adapter_ids: Collection[int], running: Collection[int], now: float) -> list[Move]:
-        """Give slots to the adapters of a step that begins.
-
-        Raises:
-            RuntimeError: the step uses more adapters than there are slots.
-        """
+        """Give slots to the adapters of a step that begins. Raises RuntimeError: the step uses more adapters than there are slots."""
         moves: list[Move] = []
         for adapter_id in adapter_ids:
             version = self.table[adapter_id]

@@ -173,10 +173,8 @@ class EvictionOrder:
     def moves(self, shares: Sequence[tuple[Entries, int]], now: float) -> list[Refresh]:
         """Return the moves to carry out now, one after the other.
 
-        Args:
-            shares: blocks of expected sessions and how many of these are wanted on the device, the most deserving first. A round that is under way
-                is finished first with the shares that it began with.
-            now: the time in seconds, on the caller's clock.
+        shares: blocks of expected sessions and how many of these are wanted on the device, the most deserving first. A round that is under way is
+        finished first with the shares that it began with.
         """
         if not self._pending:
             self._is_disturbed, self._first_moved = False, []

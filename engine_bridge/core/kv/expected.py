@@ -127,14 +127,10 @@ class ExpectedSession:
         lead_s: float | None = None,
         late_s: float | None = None,
     ) -> None:
-        """Report the guess's state to its follower.
+        """Report the guess's state, which it has from now on, to its follower.
 
-        An error of the follower is only logged, so that the memory held for this and other guesses is still given back.
-
-        Args:
-            state: the state to report; the guess has it from now on.
-            lead_s: seconds from the advisory to its end.
-            late_s: seconds by which the KV came too late.
+        An error of the follower is only logged, so that the memory held for this and other guesses is still given back. lead_s: from the advisory to
+        its end. late_s: by which the KV came too late.
         """
         self.state = state
         report = AdvisoryReport(

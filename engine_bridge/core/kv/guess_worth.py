@@ -14,7 +14,6 @@ class GuessWorth:
     """Learns after which time announced requests come, and measures what moving their KV takes.
 
     Args:
-        store: where the KV comes from.
         host_bytes_per_s: returns the measured speed of copies from host memory to the device.
         is_divisible: whether a part of a prefix is of use.
     """

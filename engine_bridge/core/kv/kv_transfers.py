@@ -116,13 +116,8 @@ class Restores:
     ) -> int | None:
         """Return the tokens behind the device's own that the next step can load; None: they are on their way, ask again.
 
-        Asked in every step while the request waits, so all but the first call only look at how far its stage is.
-
-        Args:
-            request_id: a request that waits.
-            num_computed_tokens: whole blocks of which the device holds the KV, in tokens.
-            num_tokens: tokens of the prompt, and of the output that was generated before it was preempted.
-            is_resumed: whether it has run before.
+        Asked in every step while the request waits, so all but the first call only look at how far its stage is. num_computed_tokens: whole blocks of
+        which the device holds the KV, in tokens. num_tokens: of the prompt, and of the output from before a preemption (`is_resumed`).
         """
         known = self._known[request_id]
         known.repeat_tokens = (num_tokens - 1) // self._layout.unit_tokens * self._layout.unit_tokens
@@ -467,10 +462,8 @@ class Restores:
     ) -> StepMoves:
         """Return the loads and saves of the step that was just scheduled.
 
-        Args:
-            scheduled: its requests, with the tokens of each that will have their KV after it.
-            block_ids_of: returns the device's blocks of one of them, a list for each group of layers.
-            states: by request, the states of recurrent layers that the step leaves within its tokens, which is not where it ends.
+        scheduled: its requests, with the tokens of each that will have their KV after it. block_ids_of: returns the device's blocks of one of them, a
+        list for each group of layers. states: by request, the states of recurrent layers that the step leaves within its tokens, not where it ends.
         """
         moves = StepMoves(self._loads)
         self._loads, self._starting = [], set()

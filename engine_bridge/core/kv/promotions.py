@@ -58,9 +58,6 @@ class Promotions:
     """Acts on advisories. Each accepted advisory reports its end exactly once. memory: the prefixes that sessions' next prompts will begin with.
 
     Args:
-        device: where promoted KV goes.
-        store: where it comes from.
-        layout: what a prefix needs of the engine's layers.
         host_bytes_per_s: returns the measured speed of copies between the two.
         prefill_s_per_token: returns the time to compute KV instead; None before it was measured.
         are_waiting: returns whether requests wait for host memory to restore their KV through.
@@ -106,12 +103,8 @@ class Promotions:
     ) -> None:
         """Expect a request of a session. A new advisory for the same session and salt replaces the old one.
 
-        Args:
-            advisory: names the session, and when its request is expected.
-            hashes: of the blocks that its prompt will begin with; empty: the blocks that the session's last request left.
-            salt: keeps its tenant's and adapter's KV apart.
-            on_change: called with a report at each change of its state.
-            now: the time in seconds, on the caller's clock.
+        hashes: of the blocks that its prompt will begin with; empty: the blocks that the session's last request left. salt: keeps its tenant's and
+        adapter's KV apart. on_change: called with a report at each change of its state.
         """
         whose = (advisory.session_id, salt)
         for replaced in (self._expected.get(whose), self._guesses.get(advisory.advisory_id)):

@@ -160,11 +160,8 @@ class Restore:
     ) -> RestoreFacts:
         """Return the facts by which a policy chooses to load, to wait or to compute.
 
-        Args:
-            store: holds the stages.
-            machine: the machine's measured speeds.
-            num_tokens: tokens of the prompt, and of the output that was generated before a preemption.
-            block_size: tokens in a block that is of use by itself.
+        store: holds the stages. machine: its measured speeds. num_tokens: of the prompt, and of the output that was generated before a preemption.
+        block_size: tokens in a block that is of use by itself.
         """
         progress, block_tokens = self.progress(store), self.block_tokens(block_size)
         return RestoreFacts(
@@ -194,9 +191,7 @@ class Restore:
     def go_on(self, store: TierStore, stage_piece: Callable[[int, int], tuple[Stage, Behind]]) -> bool:
         """Release the pieces that the device has by now, and have more read. Return False if host memory has room for no piece.
 
-        Args:
-            store: holds the stages.
-            stage_piece: given the first of the request's blocks and their number, stages these, and returns the stage and the blocks behind it.
+        stage_piece: given the first of the request's blocks and their number, stages these, and returns the stage and the blocks behind it.
         """
         while self.stages and self.num_skipped >= len(self.stages[0].blocks):
             stage = self.stages.pop(0)

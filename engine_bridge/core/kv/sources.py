@@ -48,13 +48,9 @@ def spoiled_blocks(
     sources: Mapping[str, Sources],
     layout: KvLayout,
 ) -> set[int]:
-    """Return the device's blocks whose KV cannot be trusted after `invalid` ones did not load, and count only what came.
+    """Return the device's blocks whose KV cannot be trusted after `invalid` ones did not load, and count in `sources` only what came.
 
-    Args:
-        invalid: the device's numbers of blocks.
-        ran: of each request that has run, its blocks, a list for each group of layers.
-        sources: where requests' KV came from.
-        layout: what a prefix needs of the engine's layers.
+    ran: of each request that has run, its blocks, a list for each group of layers.
     """
     spoiled = set(invalid)
     assert NULL_BLOCK_ID not in spoiled, "KV was loaded into a block that stands for none"

@@ -92,11 +92,8 @@ def peer_to_ask(
 ) -> str:
     """Return the address of a peer that is worth asking, or "": only where fetching is expected to be faster than computing.
 
-    Args:
-        address: where KV may be; "" for no peer.
-        store: knows the size of a block and the speed of each peer.
-        block_size_tokens: the tokens of a long prefix for each of the store's blocks.
-        prefill_s_per_token: None where that was not measured.
+    address: where KV may be; "" for no peer. block_size_tokens: the tokens of a long prefix for each of the store's blocks. prefill_s_per_token: None
+    where that was not measured.
     """
     rate = store.peer_bytes_per_s(address) if address else None
     if rate is None:

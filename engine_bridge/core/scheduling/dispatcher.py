@@ -191,14 +191,11 @@ class Dispatcher:
 
     Args:
         policy: has been told nothing yet; is told everything through this object.
-        num_tokens: tokens that requests may hold together.
         num_host_tokens: what host memory holds besides.
         are_copied_back: whether preempted requests find their KV in host memory.
         pacer: keeps steps short; None: they are as long as the engine makes them.
-        pauses: has others wait for urgent requests, if the policy minds priorities; None: no request is paused.
         prefill_s: returns the predicted seconds to compute this many tokens of a prompt.
         decode_s: returns the predicted seconds of a step in which this many requests with this many tokens in all decode.
-        stopwatch: for `decide_s` alone, in seconds.
     """
 
     def __init__(
@@ -501,7 +498,6 @@ class Dispatcher:
         return max(self._answers.mean(known.facts.guess) - num_done, 1.0)
 
     def _learn(self, known: Known, num_output_tokens: int, now: float) -> None:
-        """Learn from a request that has ended."""
         self.guess_errors.saw(known.facts.tenant, known.facts.guess, num_output_tokens)
         self._answers.saw(known.facts.guess, num_output_tokens)
         num_tokens = known.facts.num_prompt_tokens + num_output_tokens

@@ -92,7 +92,6 @@ class LoadTracker:
             self.answer_tokens += SMOOTHING * (num_answer_tokens - self.answer_tokens)
 
     def _move(self, one: Counted, to: _Part) -> _Part | None:
-        """Count a request in another part, and return the part where it was."""
         before, known = self._counted.get(one.request_id, (None, one))
         if before is not None:
             before.add(known, -1)
@@ -110,10 +109,7 @@ class LoadTracker:
     def facts(self, held_tokens: int, num_free_tokens: int, perf: NodePerf | None = None) -> NodeFacts:
         """Return the node's facts, under an empty name.
 
-        Args:
-            held_tokens: tokens of prompt and answer so far that running requests hold.
-            num_free_tokens: tokens of KV that no running request holds, cached or not.
-            perf: the node's measured speeds.
+        held_tokens: of prompts and answers so far that running requests hold. num_free_tokens: of KV that no running request holds, cached or not.
         """
         waiting, running = self._waiting, self._running
         to_come = max(running.charged_tokens - held_tokens, 0)
@@ -131,11 +127,7 @@ class LoadTracker:
         )
 
     def check_invariants(self) -> None:
-        """Check the counts.
-
-        Raises:
-            AssertionError: a request is counted twice or not at all.
-        """
+        """Check the counts. Raises AssertionError: a request is counted twice or not at all."""
         for part in (self._waiting, self._running):
             ours = [one for where, one in self._counted.values() if where is part]
             assert part.ranks == Ranks(

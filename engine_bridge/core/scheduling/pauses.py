@@ -61,7 +61,6 @@ class Pauses:
     """Knows urgent requests from their arrival, and others once they are paused: without urgent ones a step costs one look at `is_on`.
 
     Args:
-        decode_s: returns the predicted seconds of a step.
         slo_s: seconds that a step may take while an urgent request decodes; 0: no request is paused.
     """
 
@@ -197,11 +196,7 @@ class Pauses:
         )
 
     def check_invariants(self) -> None:
-        """Check the accounts.
-
-        Raises:
-            AssertionError: a request is urgent and paused, or paused without an account.
-        """
+        """Check the accounts. Raises AssertionError: a request is urgent and paused, or paused without an account."""
         assert self._urgent <= self._known_urgent, "urgent and not known"
         assert not self._known_urgent & self._standing.keys(), "urgent and paused"
         assert self._standing.keys() <= self._accounts.keys(), "paused since nobody knows when"

@@ -48,7 +48,6 @@ class Program:
     """One program inside.
 
     Attributes:
-        began_s: when its first request came.
         num_shared: the first tokens of its context that others held when it was let in, which take no memory of their own.
         num_tokens: of its context without these, with the answer that it is given now as predicted.
         num_active: its requests that wait or run.

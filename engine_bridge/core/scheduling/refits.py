@@ -53,9 +53,7 @@ class Refits:
     whole window.
 
     Args:
-        run: runs the work.
         refit_predictor: fits the predictor; may take seconds, and may raise.
-        rule: chooses the number of lanes.
     """
 
     def __init__(
@@ -95,13 +93,9 @@ class Refits:
         self._open.pop(request_id, None)
 
     def start_if_due(self, now: float, scale: Scale, num_tokens: int, has_lanes: bool) -> None:
-        """Begin to fit lanes and predictor, if it is time, on the requests seen so far.
+        """Begin to fit lanes, if the policy has any, and the predictor, if it is time, on the requests seen so far.
 
-        Args:
-            now: the time in seconds, on the caller's clock.
-            scale: the maxima of the weighted size.
-            num_tokens: the device's room for KV, in tokens.
-            has_lanes: whether the policy has lanes to fit.
+        scale: the maxima of the weighted size. num_tokens: the device's room for KV, in tokens.
         """
         is_due = now >= self.due_s
         if not self._seen or not (is_due or (has_lanes and self._num_seen >= self._next_num)):

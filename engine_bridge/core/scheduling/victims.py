@@ -11,10 +11,7 @@ from engine_bridge.policy.scheduling.preemption import Order, RunningFacts
 def most_new_blocks(running: Sequence[Progress], step_tokens: int, block_size: int) -> int:
     """Return the most blocks that a step may need for running requests: no request is preempted while this many are free.
 
-    Args:
-        running: the running requests.
-        step_tokens: the most tokens that the step computes. Each request computes all that it has, and a token at least.
-        block_size: tokens in a block.
+    step_tokens: the most tokens that the step computes. Each request computes all that it has, and a token at least.
     """
     num_blocks = 0
     for _, num_tokens, num_computed in running:

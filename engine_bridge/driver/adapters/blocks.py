@@ -64,14 +64,7 @@ class AdapterInBlocks(BlockLoan):
         return sum(_end(pieces) for pieces in self.layers)
 
     def read(self, buffer: torch.Tensor) -> AdapterWeights | None:
-        """Copy the adapter into host memory. On any thread.
-
-        Args:
-            buffer: uint8, `size_bytes` long.
-
-        Returns:
-            The weights in the buffer; None if the blocks were taken meanwhile.
-        """
+        """Copy the adapter into `buffer` (uint8, `size_bytes` long) in host memory; None if the blocks were taken meanwhile. On any thread."""
         ids = torch.tensor([block.block_id for block in self.blocks])
         parts: dict[tuple[str, str, int], torch.Tensor] = {}
         start = 0

@@ -44,7 +44,6 @@ class AdapterParts:
         contract: what an adapter must be to run here.
         table: has the slot table, `lora_index_to_id`: the adapter in each slot, None in an empty one.
         slots: the places that steps compute with.
-        loader: reads one adapter.
         workers: compute with adapters on their way into a slot.
         host_path: computes rows of adapters whose slots are not filled.
         device: where the weights of steps are.

@@ -18,9 +18,7 @@ class DeviceCopies:
 
     Args:
         core: decides which adapters are copied.
-        device: the device that has the blocks.
         prefix_facts: returns the facts of the oldest cached prefix blocks, given their number.
-        clock: in seconds.
     """
 
     def __init__(

@@ -15,7 +15,6 @@ class Failures:
     """Adapters that could not be made ready to compute with, and whose requests have not been told yet.
 
     Args:
-        name_of: returns an adapter's name by its id.
         on_spoiled: called with an adapter's id in a step that computes the adapter's rows without it: those rows' results must not be kept.
     """
 

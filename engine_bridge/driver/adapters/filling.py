@@ -21,8 +21,6 @@ class Filling:
         core: decides which adapter gets which slot.
         manager: vLLM's LoRAModelManager, whose slot table this object writes.
         computes: returns the function that computes an adapter's deltas until the adapter is in its slot.
-        host: adapters in host memory.
-        do: carries moves out.
     """
 
     def __init__(

@@ -47,11 +47,7 @@ class ColdRows:
 
 
 class HostPath:
-    """The cold rows of the step that runs, in one engine.
-
-    Args:
-        layers: vLLM's plain LoRA layers by name.
-    """
+    """The cold rows of the step that runs, in one engine. layers: vLLM's plain LoRA layers by name."""
 
     current: HostPath | None = None
     """The host path of this process: the operator has no other way to find it."""
@@ -78,13 +74,7 @@ class HostPath:
         return tuple(0 if adapter_id in self.cold else adapter_id for adapter_id in ids)
 
     def add(self, y: torch.Tensor, x: torch.Tensor, name: str) -> None:
-        """Add one layer's deltas of the cold rows to `y`, rounded to its type once.
-
-        Args:
-            y: the layer's output, a row per token of the step; changed in place.
-            x: the layer's input, a row per token of the step.
-            name: the layer's name.
-        """
+        """Add the deltas of the cold rows in the layer `name` to `y`, in place, rounded to its type once. x, y: a row per token of the step."""
         for rows in self._rows:
             module = rows.adapter.weights.modules.get(name)
             if module is None:

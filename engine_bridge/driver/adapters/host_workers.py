@@ -56,7 +56,6 @@ class HostWorkers(AssistWorkers):
     """Worker processes and the adapters that they hold.
 
     Args:
-        num_workers: number of processes.
         layers: vLLM's LoRA layers by name, only layers that our wrapper alone reads.
         weight_bytes: bound of the adapters' memory.
         engine_cores: number of cores that workers keep off, where there are others.

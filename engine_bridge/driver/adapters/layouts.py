@@ -30,7 +30,6 @@ class Layout:
     """One adapter in its layers. The thread that needs a layer first lays it out: the loader's thread, or a step that has come to it.
 
     Args:
-        slices: by the name of the layer.
         memories: where the layout's memory comes from and returns to.
         make_few: makes the multiplication for few rows; see `pack_slot`.
     """
@@ -100,12 +99,8 @@ class LayoutsAhead:
     ) -> Layout | None:
         """Return a layout to be finished. None if the adapter has one already, none is needed, or there are too many.
 
-        Args:
-            adapter_id: the adapter.
-            num_bytes: bytes of the adapter.
-            weights_of: returns an adapter's weights, None if they have left host memory. It is called under the lock, so that a thread which takes
-                the weights away later finds the layout.
-            now: in seconds.
+        weights_of: returns an adapter's weights, None if they have left host memory. It is called under the lock, so that a thread which takes the
+        weights away later finds the layout.
         """
         with self._lock:
             total = sum(layout.num_bytes for layout, _ in self._layouts.values())

@@ -204,7 +204,6 @@ class LentBlocks(Generic[AnyLoan]):
 
 
 def _front(queue: Any, num_blocks: int) -> list[Any]:
-    """Return the blocks that the queue gives next."""
     blocks: list[Any] = []
     block = queue.fake_free_list_head.next_free_block
     while len(blocks) < num_blocks and block is not queue.fake_free_list_tail:

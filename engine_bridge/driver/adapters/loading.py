@@ -51,10 +51,8 @@ class LoaderThread:
     """One thread and its results. Methods are for the engine's thread unless they say otherwise.
 
     Args:
-        loader: reads one adapter.
         workers: get the adapters that were read.
         read_ahead: decides which adapters may be read ahead of their requests.
-        layouts: the layouts made ahead of requests.
         wake: called on the thread when something is done.
     """
 
@@ -96,7 +94,6 @@ class LoaderThread:
         """Run the rest of a slot's work. `take_done` calls `then` with the seconds it took and the error it raised, if any."""
 
         def run() -> None:
-            """Run `finish`, and hand its duration and its error to `then`."""
             started_s, problem = time.perf_counter(), None
             try:
                 finish()

@@ -52,17 +52,12 @@ class Residency:
         contract: the shapes, types and names that an adapter must have to run here.
         manager: vLLM's LoRAModelManager, whose slot table this object writes.
         slots: the places that steps compute with.
-        loader: the loader's thread.
         running_ids: returns the adapters of the requests that the scheduler runs now.
-        has_running: returns whether requests run.
-        is_busy: returns whether requests run or wait.
         on_failed: called with the ids of requests whose adapter cannot be had, and why; they must leave the engine.
-        copies: copies of unused adapters, on the device.
         workers: compute with adapters that are not in their slot yet.
         host_path: computes rows of adapters whose slots are not filled, where slots fill beside the steps.
         step_layouts: which adapters a step may lay out itself, where slots do not fill beside it.
         on_spoiled: see `Failures`.
-        clock: in seconds.
     """
 
     def __init__(

@@ -30,7 +30,6 @@ class StepLayout:
     """The layouts that steps have made themselves.
 
     Attributes:
-        slots: the slots that were laid out.
         num_bytes: their bytes, as `Layout.left_bytes` counts them.
         pack_s: seconds of laying out.
         all_s: the same, with waits for the loader's thread, which does some meanwhile.
@@ -90,11 +89,7 @@ class Slots:
     ) -> None:
         """Make the layers compute rows of this slot with these weights from the next step on.
 
-        Args:
-            slot: the slot's number.
-            weights: the adapter's weights in host or device memory.
-            compute_for: returns, by the name of a layer, what computes its delta until it is in the slot.
-            layout: the layout of these weights, from `prepare`.
+        compute_for: returns, by the name of a layer, what computes its delta until it is in the slot. layout: of these weights, from `prepare`.
         """
         for name, layer in self._layers.items():
             module = weights.modules.get(name)
@@ -243,7 +238,6 @@ class PackedSlots(Slots):
         return layout is None or not layout.is_waiting
 
     def _took(self, slot: int, size_bytes: int, pack_s: float, all_s: float) -> None:
-        """Note that a step has laid out a layer, or waited for it."""
         done = self._step_layout
         if pack_s:
             done.slots.add(slot)

@@ -131,7 +131,6 @@ class Loader:
     Args:
         manager: vLLM's LoRAModelManager, of which only unchanging parts are read.
         contract: the shapes, types and names that an adapter must have to run here.
-        vocab_size: size of the model's vocabulary, in tokens.
         max_idle_bytes: bound of the memory kept for later loads.
         copy_of: returns the path of an adapter's copy by its content's hash, "" if there is none: the user who registered an adapter may replace its
             files at any time.

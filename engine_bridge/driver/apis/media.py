@@ -61,14 +61,9 @@ def _given(url: str) -> str:
 
 
 def check_sizes(urls: Sequence[str], param: str) -> None:
-    """Read how large pictures are, from their heads. Takes milliseconds for each megabyte: not for the event loop.
+    """Read how large pictures (`data:` URLs) are, from their heads. Takes milliseconds for each megabyte: not for the event loop.
 
-    Args:
-        urls: `data:` URLs.
-        param: the field in which they were sent.
-
-    Raises:
-        InvalidRequest: for what is no picture, and for pictures of more pixels than are read.
+    param: the field in which they were sent. Raises InvalidRequest for what is no picture, and for pictures of more pixels than are read.
     """
     from engine_bridge.driver.vllm_api import VLLM_MAX_IMAGE_PIXELS  # read from the environment
 

@@ -105,15 +105,7 @@ def _is_begun(messages: Any) -> bool:
 
 
 class _Chunks:
-    """A chat completion's events, or its chunks, up to the first event that is an error.
-
-    Args:
-        events: vLLM's.
-        call: the call that they answer.
-
-    Attributes:
-        error: the event that is an error; "" if none came.
-    """
+    """A chat completion's events, or its chunks, up to the first event that is an error. error: the event that is an error; "" if none came."""
 
     def __init__(self, events: Any, call: Call) -> None:
         self._events, self._call = events, call

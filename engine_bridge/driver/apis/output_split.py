@@ -11,12 +11,7 @@ log = logging.getLogger(__name__)
 
 
 class OutputSplit:
-    """One answer's outputs, split by vLLM's parser as they come.
-
-    Args:
-        parser: vLLM's `Parser`, of this answer alone.
-        request: the chat request that the answer is for.
-    """
+    """One answer's outputs, split by vLLM's parser as they come. parser: vLLM's `Parser`, of this answer alone."""
 
     def __init__(self, parser: Any, request: Any) -> None:
         self._parser: Any = parser

@@ -60,11 +60,9 @@ class NoFormToolParser(ToolParser):
 
 @cache
 def demands_as_json(parser: type, holds_calls: bool = False) -> type:
-    """Return a class of the same parser whose demanded calls are JSON by the tools' schemas, whatever the model's own form is.
+    """Return a class of the same parser of vLLM's whose demanded calls are JSON by the tools' schemas, whatever the model's own form is.
 
-    Args:
-        parser: a tool parser of vLLM's.
-        holds_calls: whether a call that the model makes by itself is held to the tools, too (`held_calls`); it then makes one call at a time.
+    holds_calls: whether a call that the model makes by itself is held to the tools, too (`held_calls`); it then makes one call at a time.
     """
 
     class DemandsAsJson(parser):
@@ -76,7 +74,6 @@ def demands_as_json(parser: type, holds_calls: bool = False) -> type:
             """Return None: vLLM would hand an xgrammar tag to the grammars, which cannot read it."""
 
         def adjust_request(self, request: Any) -> Any:
-            """Put the grammar of its calls into a request that offers tools."""
             if not request.tools or request.tool_choice in (None, "none", "auto"):
                 request = super().adjust_request(request)
                 return _held(request) if holds_calls else request
@@ -136,11 +133,7 @@ def install_tool_parser(choice: Choice, tokenizer: Any) -> str:
 
 
 def check_reasoning_parser(choice: Choice, tokenizer: Any) -> str:
-    """Return the parser's name, "" for none. Imports and builds it: not for the event loop.
-
-    Raises:
-        ParserRefused: see `usable_parser`.
-    """
+    """Return the parser's name, "" for none. Imports and builds it: not for the event loop. Raises ParserRefused: see `usable_parser`."""
     return usable_parser(
         "reasoning", choice, lambda name: ReasoningParserManager.get_reasoning_parser(name)(tokenizer)
     )

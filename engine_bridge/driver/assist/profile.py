@@ -21,8 +21,8 @@ PROFILE_ID: Final = -1
 
 
 @contextmanager
-def one_worker(pool: AssistPool, repeats: int = REPEATS) -> Iterator[Callable[[ModuleShape, int], float]]:
-    """Give `rows_per_core` its `measure`: the best of `repeats` round trips through one worker of an idle pool, start to finish.
+def one_worker(pool: AssistPool) -> Iterator[Callable[[ModuleShape, int], float]]:
+    """Give `rows_per_core` its `measure`: the best of REPEATS round trips through one worker of an idle pool, start to finish.
 
     Needs room for one module's weights; raises MemoryError without it.
     """
@@ -36,7 +36,7 @@ def one_worker(pool: AssistPool, repeats: int = REPEATS) -> Iterator[Callable[[M
             _hold(pool, module, shape)
         x, y = torch.ones(rows, shape.num_in), torch.zeros(rows, shape.num_out)
         best = float("inf")
-        for _ in range(repeats + 1):  # the first is the warm-up: it can only be slower
+        for _ in range(REPEATS + 1):  # the first is the warm-up: it can only be slower
             start = time.perf_counter()
             pool.add(PROFILE_ID, module, y, x, 1.0)
             best = min(best, time.perf_counter() - start)

@@ -26,11 +26,7 @@ class Module:
 
 
 class WeightsRegion:
-    """The weights region, in which adapters are written.
-
-    Args:
-        region: shared with the workers.
-    """
+    """The weights region, in which adapters are written. region: shared with the workers."""
 
     def __init__(self, region: mmap.mmap) -> None:
         self._words = memoryview(region).cast("q")

@@ -30,7 +30,6 @@ class Team:
     one thread.
 
     Args:
-        num_workers: number of processes.
         jobs: the jobs region, as bytes.
         fds: file descriptors of the two regions, by the name of the worker's argument. The caller keeps owning them.
         cpus: see `AssistPool`.

@@ -66,11 +66,7 @@ def matrix(region: torch.Tensor, offset: int, num_rows: int, num_columns: int) -
 def compute(job: Job, words: memoryview, weights: torch.Tensor, jobs: torch.Tensor) -> None:
     """Add one job's delta to its results.
 
-    Args:
-        job: the job.
-        words: the weights region as int64, for the layer's head.
-        weights: the weights region as a flat fp32 tensor.
-        jobs: the jobs region as a flat fp32 tensor.
+    words: the weights region as int64, for the layer's head. weights, jobs: the regions as flat fp32 tensors.
     """
     from engine_bridge.driver.lora.lora_weights import Expand, SlotWeights
 

@@ -45,10 +45,7 @@ class Forms(list[list[int]]):
 def apply_bad_words(logits: Any, words: Mapping[int, list[list[int]]], answers: Sequence[list[int]]) -> None:
     """Ban, in the rows of these answers, the tokens that would end a word. Takes the place of vLLM's function.
 
-    Args:
-        logits: shape (num_rows, vocabulary), changed in place.
-        words: the banned words of a row, by its number.
-        answers: the tokens of each row's answer so far.
+    logits: shape (num_rows, vocabulary), changed in place. words: the banned words of a row, by its number. answers: each row's tokens so far.
     """
     for row, forms in words.items():
         if banned := (forms if isinstance(forms, Forms) else Forms(forms)).banned(answers[row]):

@@ -20,14 +20,9 @@ def install() -> None:
 def expand_batch_to_tokens(
     x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: float = 0, replace_to: float = 0
 ) -> Any:
-    """Return each request's value, repeated for each of its drafted tokens.
+    """Return each request's value in `x`, or `replace_to` where it is `replace_from`, repeated for each of its drafted tokens.
 
-    Args:
-        x: a value for each request.
-        cu_num_tokens: for each request, the drafted tokens up to its last one.
-        num_tokens: the drafted tokens of all requests.
-        replace_from: a value that stands for another one.
-        replace_to: that other one.
+    cu_num_tokens: for each request, the drafted tokens up to its last one. num_tokens: the drafted tokens of all requests.
     """
     counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
     return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)

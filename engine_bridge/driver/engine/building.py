@@ -9,14 +9,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine_bridge.driver.corrections import embeds_token, new_blocks, picture_cache, state_blocks
 from engine_bridge.driver.vllm_api.features import EMBEDS_TOKEN, HALF_CHARACTERS, NEW_BLOCKS, PICTURE_CACHE
+from engine_bridge.driver.vllm_api.start import Off
 from engine_bridge.policy.limits.cores import cores_of_ranks
 from engine_bridge.settings.engine_arguments import named, without_effect
 from engine_bridge.settings.engine_config import EngineConfig
 
 if TYPE_CHECKING:
     from engine_bridge.driver.kv.kv_tiers import KvTiers
-    from engine_bridge.driver.vllm_api.start import Off
 
 # One KV block of this many tokens on a CPU: vLLM's default there is 128, with which most of a chat turn would
 # fall outside whole blocks and be computed again on the next turn. Its CPU attention takes multiples of 32 only.
@@ -82,7 +83,6 @@ def users_environment() -> dict[str, str]:
 
 
 def _cores() -> list[int]:
-    """Return the numbers of the processor cores that this process may use."""
     return sorted(os.sched_getaffinity(0))
 
 
@@ -122,23 +122,17 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
 
         detokenizing.install()
     if config.enable_prompt_embeds and EMBEDS_TOKEN not in off:
-        from engine_bridge.driver.corrections import embeds_token
-
         embeds_token.install()
     admission.install(config.grammar_bytes)
     args = engine_args(config, tiers, off)
     args.reasoning_config = reasoning_config(args, config.reasoning_parser, config.chat_template)
     if tiers is not None:
-        from engine_bridge.driver.corrections import state_blocks
-
         state_blocks.install()
         tiers.arguments = arguments_that_count(args)
     # As `vllm serve` has it: by this vLLM chooses the sizes of batches that are not set. Those for an engine of one's own are a quarter on an H100.
     served = UsageContext.OPENAI_API_SERVER
     engine = LLMEngine.from_engine_args(args, usage_context=served, enable_multiprocessing=False)
     if PICTURE_CACHE not in off:
-        from engine_bridge.driver.corrections import picture_cache
-
         picture_cache.install(engine)
     core = engine.engine_core.engine_core
     if core.request_block_hasher is not None:  # None where vLLM reuses no KV
@@ -148,8 +142,6 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
     else:
         worker_parts.watch(runner_of(engine), off, on_cpu=on_cpu, has_adapters=config.enable_lora)
     if on_cpu and NEW_BLOCKS not in off:
-        from engine_bridge.driver.corrections import new_blocks
-
         new_blocks.install(engine)
     return engine
 

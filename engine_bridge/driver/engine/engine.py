@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from engine_bridge.adapters.registry import AdapterRecord
 from engine_bridge.core.adapters.step_layouts import StepFacts
 from engine_bridge.core.kv.sources import Sources
+from engine_bridge.core.scheduling.pauses import Pauses
 from engine_bridge.driver.carried import facts_of
 from engine_bridge.driver.engine.absent import Idle, NoAdapters, NoPromoter, NoRanks
 from engine_bridge.driver.engine.building import build_engine, configure_environment, logs_as_usual
@@ -24,6 +25,7 @@ from engine_bridge.driver.in_process import know_weights, ranks_of, reuses_kv, s
 from engine_bridge.driver.kv.layer_groups import known_layout_of
 from engine_bridge.driver.kv.prefixes import Prefixes
 from engine_bridge.driver.ranks.starting import ranks_starting
+from engine_bridge.driver.scheduling.pace import Pace
 from engine_bridge.driver.scheduling.request_spans import RequestSpans
 from engine_bridge.driver.vllm_api import start
 from engine_bridge.driver.vllm_api.features import (
@@ -38,6 +40,7 @@ from engine_bridge.policy.costs.costs import TablePrefill
 from engine_bridge.policy.scheduling.pausing import DecodeSeconds
 from engine_bridge.policy.scheduling.policies import POLICIES
 from engine_bridge.settings.engine_config import EngineConfig
+from engine_bridge.settings.profile import MachineProfile
 from engine_bridge.tracing import NO_TRACES, Traces
 from kvtiers.closing import going_on
 
@@ -55,7 +58,6 @@ if TYPE_CHECKING:
     from engine_bridge.driver.scheduling.scheduling import Scheduling
     from engine_bridge.driver.vllm_api import EngineCoreRequest, RequestOutput
     from engine_bridge.predict.length import LengthPredictor
-    from engine_bridge.settings.profile import MachineProfile
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +77,6 @@ class VllmDriver:
     """One `LLMEngine`, built, stepped and closed on the engine thread.
 
     Args:
-        config: the settings of the engine to build.
         adapters: versions that requests may name at once; later ones are added by `self.adapters`.
         report: called with a phrase at each stage of the start.
         tiers: the tiers for KV that leaves the device; the caller owns them, and they outlive this engine.
@@ -211,11 +212,9 @@ class VllmDriver:
         LinkMeasuring | Idle,
         LateAnswers | Idle,
     ]:
-        """Return the parts that move something between steps."""
         return self._held, self.promoter, self.adapters, self._link_measuring, self._late_answers
 
     def _has_work_beside(self) -> bool:
-        """Return whether there is anything to move between steps."""
         return any(part.has_work() for part in self._beside())
 
     def step(self) -> list[RequestOutput]:
@@ -389,7 +388,6 @@ class VllmDriver:
         return LastSaves(self._block_pool, self._tiers, num_leaving(self._scheduler, self.layout))
 
     def _make_promoter(self, scheduler: Any) -> Promoter | None:
-        """Return the promoter; None where there are no tiers to bring KV from."""
         from engine_bridge.driver.kv.promoter import Promoter
 
         if self._tiers is None or self._tiers.store is None or PROMOTION in self._off:
@@ -426,7 +424,6 @@ class VllmDriver:
 
     def _find_profile(self, config: EngineConfig) -> MachineProfile | None:
         from engine_bridge.driver.engine.subject import subject_of
-        from engine_bridge.settings.profile import MachineProfile
 
         if config.profile_dir is None:
             return None
@@ -436,13 +433,10 @@ class VllmDriver:
         return profile
 
     def _num_host_tokens(self) -> int:
-        """Return the tokens whose KV host memory holds; 0 without tiers."""
         store = self._tiers.store if self._tiers is not None else None
         return int(store.num_host_blocks / self.layout.blocks_per_token) if store is not None else 0
 
     def _make_scheduling(self, config: EngineConfig) -> Scheduling:
-        from engine_bridge.core.scheduling.pauses import Pauses
-        from engine_bridge.driver.scheduling.pace import Pace
         from engine_bridge.driver.scheduling.scheduling import Scheduling
 
         decode_s: DecodeSeconds = lambda num, num_tokens: self.steps.step_s(0, num, num_tokens)  # noqa: E731
@@ -509,7 +503,6 @@ class VllmDriver:
         )
 
     def _step_facts(self) -> StepFacts:
-        """Return the facts of a step in which the running requests decode."""
         running = self._scheduler.running
         num_tokens = sum(request.num_tokens for request in running)
         return StepFacts(len(running), self.steps.step_s(0, len(running), num_tokens))

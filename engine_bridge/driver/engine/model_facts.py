@@ -87,13 +87,7 @@ def _has_torchvision() -> bool:
 
 
 def left_out_of(facts: ModelFacts, config: EngineConfig, *, has_tiers: bool) -> dict[Mechanism, str]:
-    """Return which of the mechanisms that an engine's settings ask for its model cannot have, and why.
-
-    Args:
-        facts: those of the model.
-        config: the settings.
-        has_tiers: whether KV is to be kept in tiers.
-    """
+    """Return which of the mechanisms that an engine's settings ask for its model cannot have, and why. has_tiers: KV is to be kept in tiers."""
     asked: dict[Mechanism, bool] = {
         "adapters": config.enable_lora,
         "KV tiers": has_tiers,
@@ -176,11 +170,7 @@ def _facts_as_built(config: EngineConfig) -> ModelFacts:
 
 
 def facts_of(vllm_config: Any) -> ModelFacts:
-    """Return the facts that decide what a model can have. Imports vLLM's class of the model.
-
-    Args:
-        vllm_config: see `configuration_of`.
-    """
+    """Return the facts that decide what a model can have. Imports vLLM's class of the model. vllm_config: see `configuration_of`."""
     from engine_bridge.driver.vllm_api import get_model_architecture, supports_lora
 
     model = vllm_config.model_config

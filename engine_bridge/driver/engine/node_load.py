@@ -10,13 +10,13 @@ from engine_bridge.core.scheduling.load import Counted, LoadTracker
 from engine_bridge.core.scheduling.step_times import UNKNOWN_ERROR, StepSeconds, StepTimes
 from engine_bridge.driver.carried import facts_of
 from engine_bridge.driver.scheduling.report import copy_of
+from engine_bridge.policy.costs.costs import StepTable
 from engine_bridge.protocol.node_facts import KernelName, NodeFacts, NodePerf
 from engine_bridge.protocol.urgency import is_urgent
+from engine_bridge.settings.profile import MachineProfile
 
 if TYPE_CHECKING:
     from engine_bridge.driver.kv.kv_tiers import KvTiers
-    from engine_bridge.policy.costs.costs import StepTable
-    from engine_bridge.settings.profile import MachineProfile
 
 
 class Speeds:
@@ -59,8 +59,6 @@ class LoadReader:
     Args:
         scheduler: vLLM's, with our seam.
         load: the load as our scheduling counts it; None where vLLM's own queue decides: then requests are counted one by one.
-        block_size: tokens in a block.
-        speeds: the speeds of this engine.
     """
 
     def __init__(self, scheduler: Any, load: LoadTracker | None, block_size: int, speeds: Speeds) -> None:

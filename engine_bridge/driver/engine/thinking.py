@@ -12,12 +12,9 @@ log = logging.getLogger(__name__)
 
 
 def reasoning_config(args: Any, wished: str, given: str | None) -> Any | None:
-    """Return vLLM's `ReasoningConfig` for an engine with these arguments; None where no thought of its model can be ended by force.
+    """Return vLLM's `ReasoningConfig` for an engine with these `EngineArgs`; None where no thought of its model can be ended by force.
 
-    Args:
-        args: vLLM's `EngineArgs`.
-        wished: the operator's choice of a reasoning parser: AUTO, NONE or a name.
-        given: the operator's chat template; None: the model's own.
+    wished: the operator's choice of a reasoning parser: AUTO, NONE or a name. given: the operator's chat template; None: the model's own.
     """
     from engine_bridge.driver.vllm_api import ReasoningConfig, cached_tokenizer_from_config
 

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from engine_bridge.driver.in_process import runner_of
+from engine_bridge.policy.costs.costs import StepTable
 from engine_bridge.policy.scheduling.pacing import table_from
 
 if TYPE_CHECKING:
     from engine_bridge.driver.kv.kv_tiers import KvTiers
-    from engine_bridge.policy.costs.costs import StepTable
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,9 @@ Call `install` before the worker is made, and `watch` once its model is loaded.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from engine_bridge.driver.corrections import bad_words, draft_settings, gated_delta, mamba2, rotary, seeds
 from engine_bridge.driver.vllm_api.features import (
     BAD_WORDS,
     DRAFT_SETTINGS,
@@ -15,19 +16,13 @@ from engine_bridge.driver.vllm_api.features import (
     ROTARY,
     SEEDS,
 )
+from engine_bridge.driver.vllm_api.start import Off
 
-if TYPE_CHECKING:
-    from engine_bridge.driver.vllm_api.start import Off
+_ON_CPU = {DRAFT_SETTINGS: draft_settings, ROTARY: rotary, MAMBA2: mamba2, GATED_DELTA: gated_delta}
 
 
 def install(off: Off, *, on_cpu: bool, has_adapters: bool) -> None:
-    """Replace parts of vLLM, except for features that are off.
-
-    Args:
-        off: features that are off.
-        on_cpu: whether the worker computes on a CPU.
-        has_adapters: whether its engine is built with LoRA.
-    """
+    """Replace parts of vLLM, except for features that are `off`. has_adapters: whether the worker's engine is built with LoRA."""
     if has_adapters and on_cpu:
         from engine_bridge.driver.lora import experts, lora
 
@@ -37,33 +32,16 @@ def install(off: Off, *, on_cpu: bool, has_adapters: bool) -> None:
         from engine_bridge.driver.adapters import seam
 
         seam.install()
+    for feature, part in _ON_CPU.items() if on_cpu else ():
+        if feature not in off:
+            part.install()
     if BAD_WORDS not in off:
-        from engine_bridge.driver.corrections import bad_words
-
         bad_words.install()
-    if on_cpu and DRAFT_SETTINGS not in off:
-        from engine_bridge.driver.corrections import draft_settings
-
-        draft_settings.install()
-    if on_cpu and ROTARY not in off:
-        from engine_bridge.driver.corrections import rotary
-
-        rotary.install()
-    if on_cpu and MAMBA2 not in off:
-        from engine_bridge.driver.corrections import mamba2
-
-        mamba2.install()
-    if on_cpu and GATED_DELTA not in off:
-        from engine_bridge.driver.corrections import gated_delta
-
-        gated_delta.install()
 
 
 def watch(runner: Any, off: Off, *, on_cpu: bool, has_adapters: bool) -> None:
     """Replace parts of a model runner whose model is loaded. For the arguments see `install`. Raises SeamMoved."""
     if on_cpu and SEEDS not in off:
-        from engine_bridge.driver.corrections import seeds
-
         seeds.watch(runner)
     if has_adapters:
         from engine_bridge.driver.corrections import logits_rows

@@ -21,7 +21,6 @@ class HeldBlocks:
     """The blocks that copies hold. All methods are called on the engine thread; the functions that `keep` returns, on any.
 
     Args:
-        pool: vLLM's block pool.
         wake: called on any thread when `advance` has something to do.
     """
 
@@ -41,12 +40,9 @@ class HeldBlocks:
         *,
         go_first: bool = False,
     ) -> Callable[[bool], None]:
-        """Hold blocks that are being saved. Returns what `keep` returns.
+        """Hold the blocks of these numbers while they are saved. then: as in `keep`, whose result is returned.
 
-        Args:
-            block_ids: their numbers.
-            then: as in `keep`.
-            go_first: whether they were the next to be given away, and are again afterwards.
+        go_first: whether they were the next to be given away, and are again afterwards.
         """
         blocks = [self._pool.blocks[block_id] for block_id in block_ids]
         self._pool.touch(blocks)
@@ -58,20 +54,15 @@ class HeldBlocks:
     def keep(
         self, blocks: Iterable[Any], then: Callable[[bool], None] = lambda is_made: None
     ) -> Callable[[bool], None]:
-        """Keep the caller's hold of blocks until a copy has ended. Then they are given back to the pool, those behind in the order first.
+        """Keep the caller's hold of the pool's blocks until a copy has ended. Then they are given back, those behind in the order first.
 
-        Args:
-            blocks: of the pool.
-            then: called by `advance` before they are given back, and told whether the copy was made.
-
-        Returns:
-            A function to be called once, when the copy has ended, and told whether it was made.
+        Returns a function to be called once, when the copy has ended, and told whether it was made; `then` is told it by `advance` before they are
+        given back.
         """
         self._num_kept = number = self._num_kept + 1
         self._kept[number] = list(blocks), then
 
         def end(is_made: bool) -> None:
-            """Note that the copy has ended."""
             self._ended.put((number, is_made))
             self._wake()
 

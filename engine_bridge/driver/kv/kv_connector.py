@@ -189,7 +189,6 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished_all_groups(request, (block_ids,))
 
     def _block_ids_of(self, request_id: str) -> Sequence[Sequence[int]]:
-        """Return a request's blocks, a list for each group of layers."""
         block_ids: Sequence[Sequence[int]] = self._kv_cache_manager.get_block_ids(request_id)
         return block_ids
 

@@ -14,17 +14,15 @@ import re
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from engine_bridge.driver.in_process import revision_of
+from engine_bridge.driver.kv.layer_groups import LayerFacts
 from engine_bridge.policy.kv.kv_layout import KvLayout
 from kvtiers.keys import BlockShape, Namespace
 from kvtiers.weights import folder_revision
-
-if TYPE_CHECKING:
-    from engine_bridge.driver.kv.layer_groups import LayerFacts
 
 # Engine arguments (of vLLM 0.32) that change no KV, or whose effect a namespace already names. Any other argument makes other keys.
 HARMLESS_ARGUMENTS = frozenset(
@@ -138,12 +136,8 @@ def namespace_of(
 ) -> Namespace:
     """Return the namespace of a built engine's KV. The layout names the CPU's instruction set where attention packs keys for it.
 
-    Args:
-        layers: how each rank keeps the KV.
-        layout: what a prefix needs of the layers.
-        num_ranks: how many processes share the engine's model; each has its part of a block.
-        vllm_config: the built engine's configuration.
-        arguments: see `arguments_that_count`.
+    layers: how each rank keeps the KV. layout: what a prefix needs of the layers. num_ranks: how many processes share the engine's model; each has
+    its part of a block. arguments: see `arguments_that_count`.
     """
     import torch
 

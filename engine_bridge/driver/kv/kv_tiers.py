@@ -169,15 +169,9 @@ class KvTiers:
     ) -> None:
         """Take the cache of a newly built engine. Opens the store, or keeps it where the namespace is still the same.
 
-        Args:
-            layers: how the cache is kept, on each rank.
-            layout: what a prefix needs of the layers.
-            vllm_config: the built engine's configuration.
-            make_copier: makes what copies between the host tier's memory and the device.
-            num_ranks: how many processes share the engine's model and its cache.
-
-        Raises:
-            OSError: where the address for other nodes cannot be opened.
+        layers: how the cache is kept, on each rank. layout: what a prefix needs of the layers. make_copier: makes what copies between the host tier's
+        memory and the device. num_ranks: how many processes share the engine's model and its cache. Raises OSError where the address for other nodes
+        cannot be opened.
         """
         self._give_up_moves()
         self.layout = layout
@@ -242,14 +236,9 @@ class KvTiers:
             moves.ended = self.held.hold(block_id for job in moves.saves for block_id in job.block_ids)
 
     def copy_out(self, job: SaveJob, then: Callable[[], None]) -> None:
-        """Copy the blocks that are given away next to host memory, between two steps.
+        """Copy the blocks that are given away next to host memory, between two steps. Raises the copier's errors.
 
-        Args:
-            job: the save, which is abandoned where the copy fails.
-            then: called on the engine thread when no copy reads the blocks any more.
-
-        Raises:
-            Exception: the copier's.
+        job: the save, which is abandoned where the copy fails. then: called on the engine thread when no copy reads the blocks any more.
         """
         store, copier, held, moves = self.store, self.copier, self.held, StepMoves(saves=[job])
         assert store is not None and copier is not None and held is not None

@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from engine_bridge.core.kv.step_moves import SaveJob
 from engine_bridge.driver.kv.kv_tiers import KvTiers
+from engine_bridge.policy.kv.kv_layout import Entry, KvLayout
 from kvtiers.keys import BlockKey
-
-if TYPE_CHECKING:
-    from engine_bridge.core.kv.step_moves import SaveJob
-    from engine_bridge.policy.kv.kv_layout import Entry, KvLayout
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +24,6 @@ class LastSaves:
     The front of the queue is walked again when a third of the watched blocks are given away, or a request has ended or found KV on the device.
 
     Args:
-        pool: vLLM's block pool.
         tiers: of the same engine; their store is open.
         num_blocks: how many blocks to watch at least: see `num_leaving`.
     """

@@ -96,10 +96,6 @@ class LayerFacts(Struct, frozen=True):
 class Layers:
     """The memory of an engine's KV cache: layers of different groups may share theirs, as a block belongs to one group at a time.
 
-    Args:
-        kv_caches: a tensor for each layer, by the layer's name.
-        groups: vLLM's groups of layers.
-
     Attributes:
         regions: a tensor for each stretch of memory, in the order of the layers.
         group_of, region_of: by a layer's name, the numbers of its group and of its memory. A layer that only reads another's KV may have no group.

@@ -21,9 +21,6 @@ class LinkMeasuring:
 
     Args:
         tiers: their store is open. They are told the result.
-        num_device_blocks: how many blocks the engine's cache has.
-        count_requests: returns how many requests run and how many wait.
-        clock: in seconds.
     """
 
     def __init__(

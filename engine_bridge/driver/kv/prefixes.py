@@ -25,7 +25,6 @@ class Prefixes:
     """Facts about one engine's prefixes. Every method runs on its thread.
 
     Args:
-        pool: vLLM's block pool.
         layout: what a prefix needs of the engine's layers.
         tiers: the tiers that KV moves to when it leaves the device; None: it is computed again.
     """

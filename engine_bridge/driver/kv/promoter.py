@@ -126,10 +126,7 @@ class Promoter:
     """Acts on advisories. If that fails, every advisory ends and the engine continues: advice may be lost, answers may not.
 
     Args:
-        pool: vLLM's block pool.
         tiers: the tiers that KV comes from, with their copier, the blocks that copies hold and the engine's layout. Their store is open.
-        count_requests: returns how many requests run and how many wait.
-        clock: in seconds.
     """
 
     def __init__(
@@ -285,7 +282,6 @@ class Promoter:
                 restores.go_whole(request_id)
 
     def _carried(self, restores: Restores, request_id: str, copy: Copy, is_made: bool) -> None:
-        """Note that the copy of a piece has ended."""
         still_waits = restores.copied(request_id)
         if not is_made:
             restores.go_whole(request_id)
@@ -295,7 +291,6 @@ class Promoter:
             self._has_carried = True
 
     def _promoted(self, copy: Copy, is_made: bool) -> None:
-        """Note that the copy of promoted blocks has ended."""
         self._core.copied(copy)
         if not is_made:
             self._core.give_up()
@@ -318,7 +313,6 @@ class Promoter:
         owners = [source.group.id for source in copy.sources]
 
         def filled(is_made: bool) -> None:
-            """Let the blocks be found."""
             entries = copy.entries[copy.start : copy.start + len(blocks)]
             with self._contained():
                 try:
@@ -366,7 +360,6 @@ def _in_turn(
     """Return the callback for the end of a copy: it releases the host memory first, then calls `end`."""
 
     def call() -> None:
-        """Release the copy's host memory, and tell that it has ended."""
         release()
         end(is_made)
 

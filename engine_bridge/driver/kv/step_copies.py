@@ -21,8 +21,6 @@ class StepCopies(ABC):
     """Which copies a step is to make, and which of them it has made.
 
     Args:
-        layers: the memory of the engine's layers.
-        state_groups: the groups of recurrent layers.
         by_layer: whether layers of attention are copied as the forward pass comes to them.
     """
 

@@ -17,11 +17,7 @@ ffi.lib._fntab["__dict__"] = {}
 
 
 def compiled(signature: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Compile a function at once, so that it runs without the GIL. The compiled code is kept on disk where a folder can be written.
-
-    Args:
-        signature: the function's types in numba's notation.
-    """
+    """Compile a function of this signature (numba's notation) at once, to run without the GIL. The code is kept on disk where it can be."""
 
     def of(function: Callable[..., None]) -> Callable[..., None]:
         """Return the compiled function."""

@@ -34,10 +34,7 @@ Floats = Any
 
 @intrinsic
 def _fma(context: Any, a: Any, b: Any, c: Any) -> Any:
-    """Compute `a * b + c`, rounded once."""
-
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        """Emit the fused multiply-add."""
         return builder.fma(*arguments)
 
     return types.float32(types.float32, types.float32, types.float32), generate
@@ -167,10 +164,7 @@ def few_rows(
 def terms_at_a_time(num_terms: int, num_columns: int, *, is_shrink: bool = False) -> int | None:
     """Return how many products MKL adds to one element before it adds their sum; None if no such number gives MKL's bits.
 
-    Args:
-        num_terms: rows of the matrix.
-        num_columns: columns of the matrix.
-        is_shrink: whether the matrix is A, which `gemm.shrink` may cut.
+    num_terms, num_columns: rows and columns of the matrix. is_shrink: whether the matrix is A, which `gemm.shrink` may cut.
     """
     generator = torch.Generator().manual_seed(num_terms)
     x = torch.randn(12, num_terms, generator=generator)
@@ -178,7 +172,6 @@ def terms_at_a_time(num_terms: int, num_columns: int, *, is_shrink: bool = False
     y = torch.zeros(12, num_columns) if is_shrink else torch.randn(12, num_columns, generator=generator)
 
     def product(rows: int) -> Floats:
-        """Return MKL's product for the first `rows` rows."""
         added = (
             shrink(x[:rows], matrix, torch.get_num_threads())
             if is_shrink

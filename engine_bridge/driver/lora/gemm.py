@@ -71,11 +71,7 @@ def shrink(x: torch.Tensor, a: torch.Tensor, num_threads: int) -> torch.Tensor:
 def cut_for(num_terms: int, num_columns: int) -> ProductParts:
     """Return the cheapest cut with which a row's bits do not depend on its companions, found by comparing; uncut where no cut has that.
 
-    It takes the time of computing some 6,000 rows, once for each shape. Call it on one thread.
-
-    Args:
-        num_terms: rows of A.
-        num_columns: columns of A.
+    It takes the time of computing some 6,000 rows, once for each shape of A. Call it on one thread. num_terms, num_columns: A's rows and columns.
     """
     import torch
 

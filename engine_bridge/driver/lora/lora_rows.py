@@ -93,7 +93,6 @@ def _plan_stretch(runs: list[tuple[int, int, int]]) -> list[RowBlock]:
 
 
 def _sorted_block(runs: list[tuple[int, int, int]]) -> RowBlock:
-    """Gather the rows of each adapter."""
     first = runs[0][1]
     rows_of: dict[int, list[int]] = {}
     for slot, start, stop in runs:

@@ -80,9 +80,7 @@ class Pending:
     """Weights of one layer that are not laid out yet: the thread that needs them first lays them out.
 
     Args:
-        pack: lays them out.
         lock: the lock of everything laid out in the same memory; held while a thread works in it.
-        size_bytes: the bytes of the laid-out weights.
     """
 
     __slots__ = (

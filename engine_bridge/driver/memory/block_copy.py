@@ -304,10 +304,8 @@ def make_copier(
 ) -> BlockCopier:
     """Return the copier for the device that the cache is on.
 
-    Args:
-        kv_caches: one tensor per layer.
-        region: the host pool's memory, shape (num_slots, slot_bytes).
-        waiter: runs a function on a thread that may block.
+    kv_caches: one tensor per layer. region: the host pool's memory, shape (num_slots, slot_bytes). waiter: runs a function on a thread that may
+    block.
     """
     if kv_caches[0].device.type == "cuda":
         return CudaCopier(kv_caches, region, waiter)

@@ -47,8 +47,7 @@ class Pinning:
     def pin(self, region: Region) -> None:
         """Page-lock a region, unless it is locked already; it is unlocked before its memory goes. Without it copies are slower, not wrong.
 
-        Args:
-            region: shape (num_slots, slot_bytes), contiguous. Its memory must live as long as the array that it is a view of.
+        region: shape (num_slots, slot_bytes), contiguous. Its memory must live as long as the array that it is a view of.
         """
         owner = _owner_of(region)
         start = region.ctypes.data

@@ -62,16 +62,8 @@ def measure_adapters(
 ) -> AdapterProfile:
     """Measure how fast adapters load, and how much they add to a decode step.
 
-    Args:
-        driver: an engine without other requests.
-        requests: runs the steps.
-        folder: an empty folder that the caller removes.
-        max_loras: the most adapters in one step.
-        max_bytes: bound of the adapters in host memory.
-        budget: the time for it.
-
-    Raises:
-        AdaptersUnmeasured, AdapterRejected, OSError: the message says why adapters cannot be measured.
+    driver: an engine without other requests. folder: an empty folder that the caller removes. max_loras: the most adapters in one step. max_bytes: of
+    the adapters in host memory. Raises AdaptersUnmeasured, AdapterRejected, OSError: the message says why adapters cannot be measured.
     """
     contract = driver.adapters.contract
     assert contract is not None
@@ -102,7 +94,6 @@ def _modules(contract: ModelContract) -> dict[str, tuple[int, int]]:
 def _write_adapter(
     folder: Path, modules: dict[str, tuple[int, int]], rank: int, dtype: torch.dtype, seed: int
 ) -> None:
-    """Write an adapter's files as PEFT writes them."""
     from safetensors.torch import save_file
 
     # One draw serves all modules: drawing each weight would take longer than everything else.

@@ -43,15 +43,9 @@ class _NotingFiles(Files):
 
 
 def measure_disk(folder: Path, shape: BlockShape, budget: Budget) -> DiskProfile:
-    """Measure how fast the disk under a folder is written and read.
+    """Measure how fast the disk under an empty folder, which the caller removes, is written and read in blocks of this shape.
 
-    Args:
-        folder: an empty folder that the caller removes.
-        shape: the shape of the blocks to write.
-        budget: the time for it.
-
-    Raises:
-        DiskUnmeasured: the disk has too little room, or failed.
+    Raises DiskUnmeasured: the disk has too little room, or failed.
     """
     num_bytes = min(MAX_BYTES, int(shutil.disk_usage(folder).free * FREE_SHARE))
     if num_bytes < MIN_BYTES:
@@ -126,7 +120,6 @@ def _parts(memory: memoryview, shape: BlockShape) -> Callable[[int, int], memory
     """Return a function that returns the part of a memory for a block and a layer."""
 
     def part(block: int, layer: int) -> memoryview:
-        """Return the memory of a block's layer."""
         start = block * shape.block_bytes + layer * shape.layer_bytes
         return memory[start : start + shape.layer_bytes]
 

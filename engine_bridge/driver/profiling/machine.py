@@ -57,18 +57,10 @@ def profiling_config(config: EngineConfig) -> EngineConfig:
 def measure(
     driver: VllmDriver, config: EngineConfig, folder: Path, seconds: float, report: ProgressReport
 ) -> MachineProfile:
-    """Measure an idle engine in about `seconds` seconds. On the thread that built it; afterwards it can only be closed.
+    """Measure an idle engine, built from `profiling_config`, in about `seconds`. On the thread that built it; afterwards it can only be closed.
 
-    Args:
-        driver: the engine, built from `profiling_config`.
-        config: the engine's settings.
-        folder: a folder on the disk that is to be measured, made if missing. A folder in it holds the files written meanwhile, and is removed however
-            this ends.
-        seconds: the time for it.
-        report: is told the progress.
-
-    Raises:
-        ValueError: where a model is too slow to take the samples that the fit needs.
+    folder: on the disk that is to be measured, made if missing. A folder in it holds the files written meanwhile, and is removed however this ends.
+    report: is told the progress. Raises ValueError where a model is too slow to take the samples that the fit needs.
     """
     started_s = time.monotonic()
     whole = start(seconds, report)

@@ -53,7 +53,6 @@ class CraftedRequests:
         schedule = self._scheduler.schedule
 
         def noting(*args: Any, **kwargs: Any) -> Any:
-            """Schedule a step and keep its output."""
             self._last_output = schedule(*args, **kwargs)
             return self._last_output
 
@@ -69,11 +68,8 @@ class CraftedRequests:
     ) -> None:
         """Add a request of which a part of the prompt, its context, has made-up KV.
 
-        Args:
-            num_context_tokens: tokens of the context, rounded down to whole blocks.
-            num_new_tokens: tokens of the prompt that are to be computed.
-            max_tokens: the most tokens of its answer.
-            adapter: a LoRARequest; None: the base model.
+        num_context_tokens: rounded down to whole blocks. num_new_tokens: of the prompt that are to be computed. max_tokens: of its answer. adapter: a
+        LoRARequest; None: the base model.
         """
         from engine_bridge.driver.vllm_api import SamplingParams
 

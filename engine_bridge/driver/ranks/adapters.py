@@ -71,7 +71,6 @@ class RankHost(AssistWorkers):
 
     Args:
         ranks: the same ranks, between two steps.
-        connections: one to each rank.
     """
 
     def __init__(self, ranks: Ranks, connections: Sequence[Connection]) -> None:
@@ -114,13 +113,7 @@ class RankHost(AssistWorkers):
 
 
 class RankLoader:
-    """A loader by which all ranks read adapters. On the loader's thread.
-
-    Args:
-        host: calls the ranks beside the steps.
-        ranks: the same ranks, between two steps.
-        copy_of: see `Loader`.
-    """
+    """A loader by which all ranks read adapters. On the loader's thread. ranks: the same ranks, between two steps."""
 
     def __init__(self, host: RankHost, ranks: Ranks, copy_of: Callable[[str], str]) -> None:
         self._host, self._ranks, self._copy_of = host, ranks, copy_of
@@ -152,7 +145,6 @@ class RankSlots(Slots):
     """The slots of all ranks. A slot is filled before the next step, in every rank.
 
     Args:
-        ranks: the engine's ranks.
         table: has the slot table, in which a slot's adapter stands before the slot is filled.
     """
 

@@ -34,7 +34,6 @@ def answered(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(*args: Any) -> tuple[bool, Any]:
-        """Call the method."""
         try:
             return True, method(*args)
         except Exception as error:
@@ -52,11 +51,7 @@ def values_of(answers: Sequence[tuple[bool, Any]]) -> list[Any]:
 
 
 class Ranks:
-    """The ranks of one engine, as its process calls them. On the engine thread.
-
-    Args:
-        executor: vLLM's `MultiprocExecutor`.
-    """
+    """The ranks of one engine, as its process calls them. On the engine thread. executor: vLLM's `MultiprocExecutor`."""
 
     def __init__(self, executor: Any) -> None:
         self._executor = executor
@@ -123,11 +118,7 @@ class Ranks:
 
 
 class SentCopies:
-    """The copies that the ranks have been told of, and not all of them have made: those of steps, and those between two.
-
-    Args:
-        num_ranks: how many ranks answer.
-    """
+    """The copies that the ranks have been told of, and not all of them have made: those of steps, and those between two."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -163,10 +154,7 @@ class RanksCopier:
     """Copies between two steps, by one call that all ranks carry out before the next step. It hears the answers for copies of steps, too.
 
     Args:
-        ranks: the engine's ranks.
-        num_ranks: how many they are.
         is_busy: returns whether requests run or wait, so that a step follows.
-        overlaps: whether the ranks copy beside their steps.
     """
 
     def __init__(self, ranks: Ranks, num_ranks: int, is_busy: Callable[[], bool], *, overlaps: bool) -> None:
@@ -204,7 +192,6 @@ class RanksCopier:
         self._open.append(give_up)  # for `rest`, where a rank ends meanwhile
 
         def ended(is_made: bool) -> None:
-            """Tell how the copies have ended."""
             self._open.remove(give_up)
             (then if is_made else give_up)()
 

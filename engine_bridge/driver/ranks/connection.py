@@ -22,7 +22,6 @@ class LateAnswers:
     Args:
         copier: hears their answers.
         is_busy: returns whether requests run or wait.
-        clock: in seconds.
     """
 
     def __init__(

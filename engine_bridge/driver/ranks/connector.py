@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine_bridge.core.kv.step_moves import StepMoves
 from engine_bridge.driver.kv.kv_connector import StepMetadata, TieredConnector, copies_of
 from engine_bridge.driver.kv.kv_tiers import settle
+from engine_bridge.driver.kv.layer_groups import Layers
 from engine_bridge.driver.ranks.calls import RanksCopier
 from engine_bridge.driver.ranks.messages import RankMoves, StepAnswers
 from engine_bridge.driver.ranks.rank_copies import RankCopies
 from engine_bridge.driver.vllm_api import KVConnectorMetadata
-
-if TYPE_CHECKING:
-    from engine_bridge.driver.kv.layer_groups import Layers
 
 
 class RanksConnector(TieredConnector):

@@ -25,7 +25,6 @@ class RankFailed(RuntimeError):
     """A rank could not start. The text is what its error says, as `said_by` has it, and the note is the rank's stack.
 
     Args:
-        said: the text.
         kinds: the names of the error's classes.
     """
 
@@ -65,7 +64,6 @@ def telling(method: Callable[..., Returned]) -> Callable[..., Returned]:
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Returned:
-        """Call the method."""
         try:
             return method(*args, **kwargs)
         except Exception as error:

@@ -103,13 +103,7 @@ class RankAdapters:
     def load(self, number: int, record: AdapterRecord, copy: str) -> int:
         """Read an adapter, and keep this rank's part of it under a number. Returns the part's bytes.
 
-        Args:
-            number: names the loaded part.
-            record: the adapter as it was registered.
-            copy: the path of a copy of its files; "" for none.
-
-        Raises:
-            AdapterRejected: its files cannot be used.
+        copy: the path of a copy of its files; "" for none. Raises AdapterRejected: its files cannot be used.
         """
         self._copy = copy
         whole = self._loader.load(record)
@@ -122,7 +116,6 @@ class RankAdapters:
         return num_bytes
 
     def _part(self, name: str, module: ModuleWeights) -> ModuleWeights:
-        """Return this rank's part of a module, in separate memory."""
         part = part_of(self._split[name], module) if name in self._split else module
         a, b = (
             tuple(None if each is None else self._own(each) for each in half) for half in (part.a, part.b)

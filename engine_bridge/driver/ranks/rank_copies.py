@@ -28,8 +28,6 @@ class PartCopier:
 
     Args:
         copier: copies rows of the region, which is seen as a row for each part of each slot.
-        rank: this rank's number.
-        num_ranks: how many there are.
     """
 
     def __init__(self, copier: BlockCopier, rank: int, num_ranks: int) -> None:

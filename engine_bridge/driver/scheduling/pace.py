@@ -21,10 +21,8 @@ class Pace:
     """The bounds of one scheduler's steps.
 
     Args:
-        scheduler: vLLM's, with our seam.
         table, times: how long steps take, without and with adapters; corrected by each real step.
         target_s: the longest a step may take; 0: steps are not bounded.
-        clock: the clock for the duration of steps, in seconds.
     """
 
     def __init__(

@@ -25,7 +25,6 @@ class SchedulingReport:
     `stats` reads the engine thread's plain objects as they are, so a scrape waits for no step; its figures may be a step apart.
 
     Args:
-        scheduler: vLLM's, with our seam.
         scheduling: None where vLLM's own queue decides.
         outputs: vLLM's output processor, which knows requests by the ids that they came with.
         places: returns where adapters are, by id.

@@ -29,7 +29,6 @@ class RequestSpans:
     """Makes the spans `render`, `queue`, `prefill` and `decode` of each request when it ends, as far as it came.
 
     Args:
-        tracer: makes the spans.
         reasons: returns the ids of the requests that wait now, each with the reason.
     """
 
@@ -61,10 +60,8 @@ class RequestSpans:
     def ended(self, request_id: str, times: Any, finish_reason: str) -> None:
         """Make the spans of a request that has ended, by itself or because its client left. An unknown request gets none.
 
-        Args:
-            request_id: the request.
-            times: vLLM's `RequestStateStats`, in seconds of the monotonic clock, 0 for events that did not happen; None where vLLM noted no times.
-            finish_reason: "stop", "length", "abort" or "error".
+        times: vLLM's `RequestStateStats`, in seconds of the monotonic clock, 0 for events that did not happen; None where vLLM noted no times.
+        finish_reason: "stop", "length", "abort" or "error".
         """
         known = self._requests.pop(request_id, None)
         if known is not None:

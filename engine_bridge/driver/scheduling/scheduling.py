@@ -118,8 +118,6 @@ class Scheduling:
 
     Args:
         make_policy: one of `engine_bridge.policy.scheduling.policies.POLICIES`, or a bench's own policy.
-        num_tokens: the most tokens that requests may hold together.
-        num_blocks: the device's blocks.
         num_host_tokens: tokens whose KV host memory holds; 0 without one.
         layout: says how many of them a request of a given length holds.
         is_ready: returns whether a waiting request's adapter and its grammar are there.
@@ -127,11 +125,7 @@ class Scheduling:
         block_pool: vLLM's, where requests that begin alike share blocks; None: each request is charged all that it holds.
         adapters: adapters whose memory is bounded, too; None: requests use none.
         ways: returns counts of the planned and the taken ways by which preempted requests get their KV back. None: they compute it again.
-        pace: keeps steps short; None: they are as long as vLLM makes them.
-        pauses: pauses other requests for urgent ones; None: no request is paused.
         predictor: predicts the lengths of answers; None: a new predictor, which learns from answers.
-        clock: the clock of requests' times, in seconds.
-        stopwatch: measures the time that our own work takes, in seconds.
         run_fit: runs the fitting of lanes and the predictor; None: a separate thread, closed with this object.
         refit_every_s: the least time between two fittings.
         lane_rule: a name in `engine_bridge.policy.scheduling.lanes.RULES`.

@@ -51,7 +51,6 @@ class _Planned:
         return output
 
     def _adapters_of(self, output: Any) -> set[int]:
-        """Return the adapters of a step's requests."""
         requests = (self.requests[name] for name in output.num_scheduled_tokens)  # type: ignore[attr-defined]
         return {each.lora_request.lora_int_id for each in requests if each.lora_request is not None}
 

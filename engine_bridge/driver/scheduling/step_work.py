@@ -38,13 +38,10 @@ def work_of(scheduler_output: SchedulerOutput) -> tuple[int, int, int]:
 def with_ranks(
     output: SchedulerOutput, work: tuple[int, int, int], running: Ranks, rank_of: Callable[[str], int]
 ) -> StepWork:
-    """Return the same work with adapters.
+    """Return the scheduled step's `work`, from `work_of`, with adapters.
 
-    Args:
-        output: the scheduled step.
-        work: its work without adapters, from `work_of`.
-        running: ranks of all running requests' adapters.
-        rank_of: returns the rank of a running request's adapter; called for requests whose prompts are computed.
+    running: ranks of all running requests' adapters. rank_of: returns the rank of a running request's adapter; called for requests whose prompts are
+    computed.
     """
     num_prefill, num_decodes, num_context = work
     if not num_prefill:

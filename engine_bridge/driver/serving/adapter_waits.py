@@ -21,13 +21,7 @@ READ_AGAIN_S: Final = 2.0
 
 
 class AdapterWaits:
-    """The waiting requests of one node. On the event loop only.
-
-    Args:
-        streams: the answers under way.
-        versions: tells when a version is replaced.
-        launch: queues a request on the engine; the last argument is for `watch`.
-    """
+    """The waiting requests of one node. On the event loop only. launch: queues a request on the engine; the last argument is for `watch`."""
 
     def __init__(
         self,

@@ -40,13 +40,6 @@ class Answer:
     """The outputs of one request. Reading the first one queues the request, unless `begin` did it before.
 
     No generator: closing a generator that was never read does nothing, and its request would stay in the engine.
-
-    Args:
-        client: queues the request.
-        call: the call that asks for the answer.
-        unique_id: the id by which the engine knows the request.
-        request: the request, validated.
-        text: the prompt's text, if it has any.
     """
 
     def __init__(

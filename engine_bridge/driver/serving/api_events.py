@@ -98,7 +98,6 @@ class ApiEvents:
         return self._ready.popleft()
 
     def _read(self) -> asyncio.Task[Any]:
-        """Return the task that reads vLLM's next event."""
         if self._reading is None:
             self._reading = asyncio.create_task(_next_of(self._source), context=self._context)
         return self._reading

@@ -15,7 +15,6 @@ class Continuing:
 
     Args:
         renderer: vLLM's, whose tokenizer is used.
-        max_model_len: the longest context, in tokens.
 
     Attributes:
         known: all tokens that the tokenizer finds as a whole, where a text may spell a token without meaning it; empty where it may not.
@@ -29,14 +28,10 @@ class Continuing:
     async def continued(
         self, history: bytes, text: str, rendered: list[int], *, may_be_cut: bool = False
     ) -> Continued:
-        """Return a prompt of `text` that begins with the longest fitting part of `history`.
+        """Return a prompt of `text` that begins with the longest fitting part of `history`, the session's packed token ids.
 
-        Args:
-            history: the session's token ids, packed.
-            text: the rendered text of the whole prompt.
-            rendered: the text's usual encoding.
-            may_be_cut: whether `rendered` may be a part of the text only, as its client wished (`truncate_prompt_tokens`); if it is, it stays
-                unchanged.
+        rendered: the text's usual encoding. may_be_cut: whether it may be a part of the text only, as its client wished (`truncate_prompt_tokens`);
+        if it is, it stays unchanged.
         """
         # The renderer's own thread does this: two threads in one tokenizer would disturb each other by its truncation setting.
         return await asyncio.get_running_loop().run_in_executor(

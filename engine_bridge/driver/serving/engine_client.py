@@ -55,14 +55,11 @@ class BridgeEngineClient(EngineClient):
     """vLLM's client of one engine thread: it validates requests, queues them and streams their outputs.
 
     Args:
-        thread: a started engine thread.
         engine: the `LLMEngine` of the first build. Its renderer and input processor are kept over rebuilds: they hold the tokenizer and the
             configuration, no engine state.
         grammars: decides whether a grammar may be compiled.
-        streams: the answers under way, where outputs are delivered.
         catalog: of the adapters that may be named.
         lengths: what the node knows of answer lengths; None where lengths are not predicted.
-        limits: of what one request may ask.
 
     Attributes:
         max_images: the most pictures that the model reads in one prompt, by its settings and its own limit; 0: it reads none.
@@ -207,16 +204,8 @@ class BridgeEngineClient(EngineClient):
     ) -> None:
         """Queue a validated request of an API, once its grammar is known to be harmless and its prompt begins with its session's ids.
 
-        Args:
-            unique_id: the request's id.
-            request: from `submit`.
-            stream: where its outputs go.
-            text: the prompt's text, if it has any.
-            tenant: whose request it is.
-            history: the session's token ids so far, packed; None where the prompt continues no session.
-
-        Raises:
-            BridgeError: the request cannot be queued; also vLLM's own errors.
+        request: from `submit`. stream: where its outputs go. text: the prompt's, if it has any. history: the session's token ids so far, packed; None
+        where the prompt continues no session. Raises BridgeError and vLLM's own errors: the request cannot be queued.
         """
         self.check_ready()
         self._streams.register(unique_id, stream)
@@ -242,7 +231,6 @@ class BridgeEngineClient(EngineClient):
         self._waits.watch(unique_id, request, text, until_s)
 
         def add(driver: VllmDriver) -> None:
-            """Add the request to the engine; its failure ends the stream."""
             try:
                 driver.add(unique_id, request, text)
             except Exception as error:

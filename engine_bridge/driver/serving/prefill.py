@@ -27,20 +27,10 @@ async def prefill(
     lora_request: LoRARequest | None,
     tiers: KvTiers | None,
 ) -> int:
-    """Compute the whole blocks of a prompt, once no other request runs.
+    """Compute the whole blocks of a prompt, once no other request runs. Raises EngineUnavailable where the engine gave the work up.
 
-    Args:
-        client: takes the requests that compute the pieces.
-        request: whose prompt it is.
-        prompt: as vLLM's engine takes it.
-        lora_request: the adapter; None for the base model.
-        tiers: know how fast this engine computes; None where there are none.
-
-    Returns:
-        The number of their tokens: 0 where the engine would compute them again anyway.
-
-    Raises:
-        EngineUnavailable: where the engine gave the work up.
+    prompt: as vLLM's engine takes it. tiers: know how fast this engine computes; None where there are none. Returns the number of the blocks' tokens:
+    0 where the engine would compute them again anyway.
     """
     if not reuses_kv(client.vllm_config):
         return 0
@@ -61,7 +51,6 @@ async def _prefill_to(
     prompt: Any,
     lora_request: LoRARequest | None,
 ) -> None:
-    """Compute the missing KV of a prompt."""
     stream = TokenStream()
     unique_id, core_request = client.submit(
         prompt,

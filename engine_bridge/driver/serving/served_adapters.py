@@ -30,7 +30,6 @@ class ServedAdapters:
 
     Args:
         models: vLLM's list of the models that requests may name.
-        versions: the versions that the engine knows.
     """
 
     def __init__(self, models: OpenAIServingModels, versions: AdapterVersions) -> None:

@@ -163,7 +163,6 @@ class Serving:
         )
 
         async def tell_tokenizer(*_: Any) -> Any:
-            """Return the tokenizer's facts."""
             found = await tokenization.get_tokenizer_info()
             return tokenizer_facts(found, self._client.renderer.get_tokenizer())
 
@@ -236,7 +235,6 @@ class Serving:
             raise
 
         def leave_both() -> None:
-            """Give both places back."""
             read()
             leave()
 
@@ -335,16 +333,9 @@ class Serving:
     ) -> tuple[str, EngineCoreRequest] | None:
         """Render and tokenise a turn as a chat completion would be, and register it for `stream` without queueing it yet.
 
-        Args:
-            request: the turn.
-            stream: takes the answer; it is told of the prompt, and how to tell the model's reasoning from its answer.
-            stream_interval: tokens per output after the first one.
-
-        Returns:
-            What `BridgeEngineClient.submit` does; None where the stream was stopped meanwhile.
-
-        Raises:
-            InvalidRequest: for a turn that cannot be answered; also vLLM's own errors.
+        stream: takes the answer; it is told of the prompt, and how to tell the model's reasoning from its answer. stream_interval: tokens per output
+        after the first one. Returns what `BridgeEngineClient.submit` does; None where the stream was stopped meanwhile. Raises InvalidRequest for a
+        turn that cannot be answered; also vLLM's own errors.
         """
         lora_request = self.lora_request(request.adapter)
         sampling = {name: value for name, value in asdict(request.sampling).items() if value is not None}

@@ -18,11 +18,7 @@ class Stream(Protocol):
 
 
 class Streams:
-    """The answers of one node. On the event loop only.
-
-    Attributes:
-        idle: set while there are no answers.
-    """
+    """The answers of one node. On the event loop only. idle: set while there are no answers."""
 
     def __init__(self) -> None:
         self._streams: dict[str, Any] = {}

@@ -36,10 +36,7 @@ class TurnPrompts:
     """Makes the prompts of turns.
 
     Args:
-        client: the engine's.
-        options: the settings of the serving classes.
         renderer: vLLM's, which refuses a prompt that is longer than the context.
-        parsers: the arguments of another such renderer.
         reading: where calls wait whose pictures are read.
     """
 
@@ -171,7 +168,6 @@ def offered(request: EngineRequest) -> dict[str, Any]:
 
 
 def _common(first: list[int], second: list[int]) -> list[int]:
-    """Return the tokens with which both lists begin."""
     count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
     return first[:count]
 

@@ -61,15 +61,9 @@ def _moved(side: Literal["engine", "serving"]) -> tuple[Finding, ...]:
 
 
 def features_off(findings: Iterable[Finding], device: str, *, is_built: bool = False) -> Off:
-    """Return the features that a server on this device cannot offer; each finding goes to the log.
+    """Return the features that a server on this device ("cpu" or "cuda") cannot offer; each name that has moved goes to the log.
 
-    Args:
-        findings: the names that have moved.
-        device: "cpu" or "cuda".
-        is_built: whether the engine runs already, with all features that are built into it.
-
-    Raises:
-        SeamMoved: for a vital feature, without which nothing can be served.
+    is_built: whether the engine runs already, with all features that are built into it. Raises SeamMoved for a vital feature.
     """
     findings = [each for each in findings if each.feature.at_start and each.feature.device in (None, device)]
     for each in findings:

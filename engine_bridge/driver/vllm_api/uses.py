@@ -54,10 +54,8 @@ class Owner(Struct, frozen=True):
     """A module or class of vLLM's, and all that we use of it.
 
     Attributes:
-        path: `package.module` or `package.module:Class`.
         feature: the feature that does not work without it.
         at: where an engine's own instance is found, as attributes from the `LLMEngine` on; empty where there is none.
-        uses: the names that we use.
     """
 
     path: str

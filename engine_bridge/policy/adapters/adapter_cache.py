@@ -151,11 +151,7 @@ def may_take_prefix(worth: float, prefix: PrefixFacts) -> bool:
     """Return whether an unused adapter may stay on the device, or come to it, in place of the oldest cached prefix blocks (E3).
 
     Both are copies of data that can be brought back in some time, so both are worth the seconds they will save: uses per second times the seconds
-    that a use saves, per byte held. Only a higher value displaces the present one; with equal values nothing moves. Do not ask for an adapter that
-    a waiting request needs: seconds per byte do not measure it, as the request cannot run without it.
-
-    Args:
-        worth: from `AdapterEvictionPolicy.worths`.
-        prefix: the oldest cached prefix blocks.
+    that a use saves, per byte held. Only a higher value displaces the present one; with equal values nothing moves. Do not ask for an adapter that a
+    waiting request needs: seconds per byte do not measure it, as the request cannot run without it. worth: from `AdapterEvictionPolicy.worths`.
     """
     return worth > prefix.reuse_per_s * prefix.restore_s / max(prefix.num_bytes, 1)

@@ -65,12 +65,8 @@ def loads(
 ) -> dict[str, float]:
     """Return `Ask.adapter_load_s`: by node, the seconds to load this version, for the nodes that can serve it.
 
-    An ask for an adapter has `usual_load_s=None`: other nodes cannot serve it.
-
-    Args:
-        name: the name of the adapter.
-        version: its version; a node that serves another one is left out.
-        nodes: of each node its name, the adapters that it serves, and its speeds.
+    An ask for an adapter has `usual_load_s=None`: other nodes cannot serve it. nodes: of each its name, the adapters that it serves, and its speeds;
+    one that serves another version is left out.
     """
     found = ((node_id, served.get(name), rates) for node_id, served, rates in nodes)
     return {
@@ -143,9 +139,8 @@ def merged(
 ) -> list[AdapterInfo]:
     """Return all adapters by name, each with its nearest place, its place on each node, and the uses of all nodes together.
 
-    Args:
-        listed: the adapters that should be served; their rank, bytes, version and pin are the ones returned.
-        nodes: the adapters that each running node serves. A node that serves another version of a name is listed under `other_versions`.
+    listed: the adapters that should be served; their rank, bytes, version and pin are the ones returned. nodes: the adapters that each running node
+    serves. A node that serves another version of a name is listed under `other_versions`.
     """
     return [
         _merged(
@@ -173,10 +168,7 @@ def merged_stats(
 ) -> AdapterStats | None:
     """Return all nodes' figures together; None where no node has any.
 
-    Args:
-        stats: the figures of each node.
-        adapters: from `merged`, each counted once by its nearest place.
-        failed: for adapters that the gateway found and no node serves, the reason.
+    adapters: from `merged`, each counted once by its nearest place. failed: for adapters that the gateway found and no node serves, the reason.
     """
     if not stats:
         return None

@@ -211,11 +211,7 @@ class ShadowCache:
         return min(compared, key=lambda item: share_of(item[0]) * item[1][1])[0]
 
     def check_invariants(self, room_bytes: float) -> None:
-        """Check the books.
-
-        Raises:
-            AssertionError: the bytes do not add up or are more than `room_bytes`.
-        """
+        """Check the books. Raises AssertionError: the bytes do not add up or are more than `room_bytes`."""
         assert self._num_bytes == sum(num_bytes for num_bytes, _ in self._entries.values()) <= room_bytes
 
 

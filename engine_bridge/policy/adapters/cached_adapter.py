@@ -18,7 +18,6 @@ class CachedAdapter(Struct, frozen=True, kw_only=True):
     """An adapter that lies in memory. It is unused when a policy is asked which adapter should leave.
 
     Attributes:
-        last_used_s: time of the last use, on the clock of `now`.
         uses: uses in the caller's window, fractions allowed.
         reload_s: predicted seconds to bring it back.
         is_queued: whether a waiting request needs it, or one is announced.
@@ -38,9 +37,6 @@ class AdapterEvictionPolicy(ABC):
     """Decides which adapter leaves first.
 
     A policy may keep state; it learns of events by the three hooks, from one caller and in order of time.
-
-    Attributes:
-        name: the policy's name in `POLICIES`.
     """
 
     name: ClassVar[str]

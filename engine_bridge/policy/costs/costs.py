@@ -100,13 +100,9 @@ class StepTable:
         num_decodes: Sequence[int],
         num_context_tokens: Sequence[int],
     ) -> StepTable:
-        """Build a table from a regressor.
+        """Build a table from a regressor: given all grid points as (prefill tokens, decodes, context tokens), it returns the seconds of each.
 
-        Args:
-            predict: given all grid points as (prefill tokens, decodes, context tokens), returns the seconds of each.
-            num_prefill_tokens: the axis of tokens prefilled in a step.
-            num_decodes: the axis of requests that decode in it.
-            num_context_tokens: the axis of tokens in KV that they attend to.
+        num_prefill_tokens, num_decodes, num_context_tokens: the axes: prefilled in a step, requests that decode in it, in KV that these attend to.
         """
         axes = (tuple(num_prefill_tokens), tuple(num_decodes), tuple(num_context_tokens))
         points = [(p, d, c) for p in axes[0] for d in axes[1] for c in axes[2]]
@@ -156,9 +152,7 @@ class StepTable:
     def _within(self, low: int, shares: tuple[float, float, float]) -> float:
         """Return the seconds of a point in a cell, on a machine of the usual speed.
 
-        Args:
-            low: the number of the cell's point with the least work.
-            shares: how far into the cell the point is along the prefill, the decodes and the context, as a share of its length.
+        low: the number of the cell's point with the least work. shares: how far into the cell the point is along each axis, as a share of its length.
         """
         x, y, z = shares
         _, along_j, along_k = self._sizes

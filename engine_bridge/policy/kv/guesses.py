@@ -66,12 +66,8 @@ class Target(Struct, frozen=True):
 def plan(guesses: Sequence[GuessFacts], num_free_blocks: int, num_blocks: int, now: float) -> list[Target]:
     """Return targets for all guesses, the most deserving first.
 
-    Args:
-        guesses: all expected requests.
-        num_free_blocks: blocks of the device's `num_blocks` that no running request holds; blocks that guesses already have there are among them,
-            because no request holds them either.
-        num_blocks: blocks of the whole device.
-        now: the time in seconds, on the caller's clock.
+    num_free_blocks: of the device's `num_blocks`, those that no running request holds; blocks that guesses already have there are among them, because
+    no request holds them either.
     """
     budget = max(num_free_blocks - int(num_blocks * MARGIN_SHARE), 0)
     pins = dict.fromkeys((guess.tenant for guess in guesses), int(num_blocks * PIN_SHARE))

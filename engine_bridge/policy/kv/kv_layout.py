@@ -156,11 +156,8 @@ class KvLayout(Struct, frozen=True):
     def longest(self, hashes: Sequence[bytes], start_tokens: int, last_tokens: int, held: Held) -> Prefix:
         """Return the longest prefix whose blocks are held, with the blocks that `start_tokens` do not have; none longer than those if none is.
 
-        Args:
-            hashes: of the content from its beginning on.
-            start_tokens: the tokens whose KV is there already, a multiple of `unit_tokens`.
-            last_tokens: the longest prefix that is of use.
-            held: asked about no more entries than it takes, as a long prompt has tens of thousands.
+        start_tokens: whose KV is there already, a multiple of `unit_tokens`. last_tokens: the longest prefix that is of use. held: asked about no
+        more entries than it takes, as a long prompt has tens of thousands.
         """
         unit = self.unit_tokens
         num_tokens = min(last_tokens, len(hashes) * self.hash_tokens) // unit * unit

@@ -49,13 +49,10 @@ class SwapOrRecompute:
     def decide(
         self, num_tokens: int, num_bytes: int, num_kept_tokens: int = 0, read_s: float = 0.0
     ) -> LossDecision:
-        """Decide for the first `num_tokens` of a request that loses its device blocks, or would.
+        """Decide for the first `num_tokens` of a request, which have KV, that loses its device blocks, or would.
 
-        Args:
-            num_tokens: leading tokens of the request that have KV.
-            num_bytes: that a copy of the KV which is not kept moves.
-            num_kept_tokens: leading tokens that are expected to be still on the device when the request comes back.
-            read_s: seconds until all is in host memory, where part of it lies on disk.
+        num_bytes: that a copy of the KV which is not kept moves. num_kept_tokens: leading tokens that are expected to be still on the device when the
+        request comes back. read_s: seconds until all is in host memory, where part of it lies on disk.
         """
         size = self.block_size_tokens
         num_kept = min(max(num_kept_tokens, 0), num_tokens) // size

@@ -9,16 +9,11 @@ WAITING = "OVERTURE_RANKS_WAIT"
 
 
 def cores_of_ranks(cores: Sequence[int], num_ranks: int, num_threads: int | None) -> dict[str, str]:
-    """Return the environment in which ranks start: with equally many cores each, the last ones of this process.
+    """Return the environment in which ranks start: with equally many of these cores each, the last ones of this process.
 
     Where there are fewer cores than ranks, the system moves the ranks about, and each computes on one thread: more would wait for one another. Only
     where others have a core of their own, ranks may wait without giving theirs away ("spin"). It halves the time of a small model's step (9 against
-    20 ms for a token, demo model, two ranks), and starves all others on a busy core.
-
-    Args:
-        cores: the numbers of the cores that may be used.
-        num_ranks: how many ranks there are.
-        num_threads: the number of cores to compute on; None: all.
+    20 ms for a token, demo model, two ranks), and starves all others on a busy core. num_threads: the cores to compute on; None: all.
     """
     waiting = {WAITING: "spin" if len(cores) > num_ranks else "sleep"}
     if len(cores) < num_ranks:

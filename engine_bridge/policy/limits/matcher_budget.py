@@ -12,11 +12,7 @@ PER_TOKEN_S, SAVED_S = 0.003, 0.3
 
 
 class MatcherBudget:
-    """The time that all answers with one grammar may spend together.
-
-    Attributes:
-        left_s: seconds that could be spent at once.
-    """
+    """The time that all answers with one grammar may spend together. left_s: seconds that could be spent at once."""
 
     def __init__(self) -> None:
         self.left_s = SAVED_S

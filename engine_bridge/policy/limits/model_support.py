@@ -36,11 +36,7 @@ class Unservable(NotSupported):
 
 
 class CannotHave(Unservable):
-    """An engine cannot have mechanisms that it was to be built with.
-
-    Attributes:
-        reasons: by mechanism, why not, as a phrase.
-    """
+    """An engine cannot have mechanisms that it was to be built with. reasons: by mechanism, why not, as a phrase."""
 
     def __init__(self, reasons: Mapping[Mechanism, str]) -> None:
         whys = " and ".join(f"{mechanism} ({why})" for mechanism, why in reasons.items())

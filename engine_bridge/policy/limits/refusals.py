@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import NamedTuple
 
 from engine_bridge.policy.limits.model_support import ModelFacts, UnusableModel
 
@@ -16,109 +14,97 @@ DIVIDING_PARTS = "Choose a --tensor-parallel-size that divides it"
 OTHER_MODEL = "Serve another model, or try a newer release of vLLM"
 
 
-class _Known(NamedTuple):
-    """An error of vLLM's: what it says, why that is, by what it says, and what to do."""
-
-    pattern: re.Pattern[str]
-    why: Callable[[re.Match[str]], str]
-    remedy: str
-
-
-def _known(pattern: str, why: str, remedy: str) -> _Known:
-    """Return an error with this reason, in which {0}, {1} … stand for the pattern's groups."""
-    return _Known(re.compile(pattern, re.DOTALL), lambda found: why.format(*found.groups()), remedy)
-
-
-# Seen in vLLM 0.32 and torch 2.13, with models that these do not serve. The first that fits counts.
+# What an error of vLLM's says, why that is ({0}, {1} … stand for the pattern's groups), and what to do. Seen in vLLM 0.32 and torch 2.13, with models
+# that these do not serve. The first that fits counts.
 _ERRORS = (
-    _known(
+    (
         r"'_OpNamespace' '\w+' object has no attribute '(\w+)'",
         "vLLM's build for this device lacks the operation {0}, with which this model computes",
         ANOTHER_DEVICE,
     ),
-    _known(
+    (
         r"_C::(\w+)\(\) expected at most 0 argument",
         "vLLM's build for this device lacks the operation {0}, with which this model computes",
         ANOTHER_DEVICE,
     ),
-    _known(
+    (
         r"Failed to find a kernel that can implement the (.*?)(?:\. Reasons.*)?$",
         "vLLM has no kernel for this device that computes this model's quantised weights: the {0}",
         ANOTHER_DEVICE,
     ),
-    _known(
+    (
         r"(No \w+ MoE backend supports [^.]*)",
         "vLLM has no kernel for this device that computes this model's quantised experts: {0}",
         ANOTHER_DEVICE,
     ),
-    _known(
+    (
         r"(.*(?:supported only for|only supported on) (?:CUDA|GPU|XPU|ROCm).*)",
         "vLLM does not compute this model on this device: {0}",
         ANOTHER_DEVICE,
     ),
-    _known(
+    (
         r"module '(triton[\w.]*)' has no attribute '(\w+)'",
         "vLLM computes this model with kernels of Triton's, which this device does not have ({0}.{1})",
         ANOTHER_DEVICE,
     ),
-    _known(
+    (
         r"(Unsupported CPU attention configuration: \S+)",
         "vLLM's attention on a CPU does not have this model's sizes: {0}",
         ANOTHER_DEVICE,
     ),
-    _known(
+    (
         r"^AssertionError: (.*(?:[Dd]raft|[Ss]pecul).*)",
         "vLLM cannot draft this model's tokens so: {0}",
         OTHER_DRAFTS,
     ),
-    _known(
+    (
         r"^\w+Error: (.*(?:is not divisible by \d|% (?:self\.)?tp_size|[Tt]ensor parallel world size).*)",
         "vLLM cannot split this model over so many devices: {0}",
         DIVIDING_PARTS,
     ),
-    _known(
+    (
         r"^AssertionError: (.+)",
         "a check of vLLM's own does not hold for this model on this device: {0}",
         ANOTHER_DEVICE,
     ),
-    _known(
+    (
         r"(.*does not dispatch through the Transformers attention interface)",
         "vLLM has no class for this model, and cannot run that of transformers: {0}",
         OTHER_MODEL,
     ),
-    _known(
+    (
         r"There is no module or parameter named '([^']*)' in (\w+)",
         "the weights are not those of {1}, which has no {0}",
         WHOLE_FILES,
     ),
-    _known(
+    (
         r"Following weights were not initialized from checkpoint: \{?([^}]{0,200})",
         "the weights are not all here: {0}",
         WHOLE_FILES,
     ),
-    _known(
+    (
         r"(Attempted to load weight [^\n]*)",
         "the sizes of the weights are not those that config.json gives: {0}",
         WHOLE_FILES,
     ),
-    _known(
+    (
         r"[Vv]alidation error for (?:field|validator) '([^']*)':\s*(.*)",
         "config.json is wrong, at {0}: {1}",
         WHOLE_FILES,
     ),
-    _known(
+    (
         r"'(\w+Config)' object has no attribute '(\w+)'",
         "config.json lacks {1}, which vLLM reads of a {0}",
         WHOLE_FILES,
     ),
-    _known(
+    (
         r"validation error for VllmConfig\s+Value error, (.*?) \[type=",
         "vLLM cannot set this model up on this device: {0}",
         ANOTHER_DEVICE,
     ),
-    _known(r"(Unknown RoPE scaling type .*)", "config.json is wrong: {0}", OTHER_MODEL),
-    _known(r"(Cannot find any model weights.*|Error while deserializing header.*)", "{0}", WHOLE_FILES),
-    _known(r"(Unsupported speculative method: '[^']*')", "{0} with this model", OTHER_DRAFTS),
+    (r"(Unknown RoPE scaling type .*)", "config.json is wrong: {0}", OTHER_MODEL),
+    (r"(Cannot find any model weights.*|Error while deserializing header.*)", "{0}", WHOLE_FILES),
+    (r"(Unsupported speculative method: '[^']*')", "{0} with this model", OTHER_DRAFTS),
 )
 
 
@@ -151,7 +137,7 @@ def is_final(error: str) -> bool:
 
 def refusal_of(error: str) -> UnusableModel | None:
     """Return an error of vLLM's, by its text, as one that says what to do; None where that is not known."""
-    for known in _ERRORS:
-        if (found := known.pattern.search(error)) is not None:
-            return UnusableModel(known.why(found), known.remedy)
+    for pattern, why, remedy in _ERRORS:
+        if (found := re.search(pattern, error, re.DOTALL)) is not None:
+            return UnusableModel(why.format(*found.groups()), remedy)
     return None

@@ -60,12 +60,15 @@ def too_much(what: str, given: int, limit: int, setting: str, param: str) -> Inv
     return InvalidRequest(f"{what}: {given:,}; this server takes at most {limit:,} ({setting}).", param=param)
 
 
-def check_prompt_chars(given: int, limit: int, param: str = "prompt") -> None:
-    """Check a prompt's length before the text is split into tokens.
+def _bound(what: str, given: int, limits: RequestLimits, setting: str, param: str) -> None:
+    """Raise InvalidRequest for a count above the limit of a setting."""
+    limit = getattr(limits, setting) * (KIB if setting.endswith("_kib") else 1)
+    if given > limit:
+        raise too_much(what, given, limit, setting, param)
 
-    Raises:
-        InvalidRequest: `prompt_too_long`.
-    """
+
+def check_prompt_chars(given: int, limit: int, param: str = "prompt") -> None:
+    """Check a prompt's length before the text is split into tokens. Raises InvalidRequest: `prompt_too_long`."""
     if given > limit:
         raise InvalidRequest(
             f"The prompt has {given:,} characters; this server reads at most {limit:,} (max_prompt_chars). Shorten it.",
@@ -93,17 +96,12 @@ def check_prompt(api: Api, body: Any, limit: int, num_image_chars: int = 0) -> N
 
 def check_sampling(params: Any, limits: RequestLimits) -> None:
     """Check a request's settings (vLLM's `SamplingParams`, or anything with its fields). Raises InvalidRequest."""
-    if params.n > limits.max_sequences:
-        raise too_much(
-            "Answers in one call (prompts × n)", params.n, limits.max_sequences, "max_sequences", "n"
-        )
+    _bound("Answers in one call (prompts × n)", params.n, limits, "max_sequences", "n")
     _check_repetition(getattr(params, "repetition_detection", None))
-    _check_words("stop strings", params.stop, limits.max_stop_strings, "max_stop_strings", "stop")
-    _check_words("bad words", params.bad_words, limits.max_bad_words, "max_bad_words", "bad_words")
+    _check_words("stop strings", params.stop, limits, "max_stop_strings", "stop")
+    _check_words("bad words", params.bad_words, limits, "max_bad_words", "bad_words")
     for name in ("logit_bias", "stop_token_ids", "logprob_token_ids"):
-        given = len(getattr(params, name, None) or ())
-        if given > limits.max_logit_bias:
-            raise too_much(f"Entries of {name}", given, limits.max_logit_bias, "max_logit_bias", name)
+        _bound(f"Entries of {name}", len(getattr(params, name, None) or ()), limits, "max_logit_bias", name)
     if params.structured_outputs is not None:
         check_structured(params.structured_outputs, limits)
 
@@ -118,10 +116,11 @@ def _check_repetition(detection: Any) -> None:
         )
 
 
-def _check_words(what: str, words: Iterable[str] | str | None, limit: int, setting: str, param: str) -> None:
+def _check_words(
+    what: str, words: Iterable[str] | str | None, limits: RequestLimits, setting: str, param: str
+) -> None:
     words = [words] if isinstance(words, str) else list(words or ())
-    if len(words) > limit:
-        raise too_much(f"Number of {what}", len(words), limit, setting, param)
+    _bound(f"Number of {what}", len(words), limits, setting, param)
     longest = max(map(len, words), default=0)
     if longest > MAX_WORD_CHARS:
         raise InvalidRequest(
@@ -140,17 +139,11 @@ def check_structured(structured: Any, limits: RequestLimits) -> None:
         _check_grammar(structured.grammar, limits)
 
 
-def _check_size(text: str, limits: RequestLimits, param: str) -> None:
-    limit = limits.max_grammar_kib * KIB
-    if len(text) > limit:
-        raise too_much("Characters of the grammar", len(text), limit, "max_grammar_kib", param)
-
-
 def _check_schema(schema: Any, limits: RequestLimits) -> None:
     if schema is None:
         return
     if isinstance(schema, str):
-        _check_size(schema, limits, "response_format")
+        _bound("Characters of the grammar", len(schema), limits, "max_grammar_kib", "response_format")
         try:
             schema = msgspec.json.decode(schema)
         except (msgspec.DecodeError, RecursionError):
@@ -166,14 +159,7 @@ def _check_schema(schema: Any, limits: RequestLimits) -> None:
             f"The JSON schema has more than {limits.max_schema_values:,} values (max_schema_values).",
             param="response_format",
         )
-    if num_chars > limits.max_grammar_kib * KIB:
-        raise too_much(
-            "Characters of the JSON schema",
-            num_chars,
-            limits.max_grammar_kib * KIB,
-            "max_grammar_kib",
-            "response_format",
-        )
+    _bound("Characters of the JSON schema", num_chars, limits, "max_grammar_kib", "response_format")
 
 
 def measure(value: Any, stop_after: float = math.inf) -> tuple[int, int]:
@@ -196,35 +182,18 @@ def measure(value: Any, stop_after: float = math.inf) -> tuple[int, int]:
 def _check_choices(choices: Any, limits: RequestLimits) -> None:
     if not isinstance(choices, list):
         return
-    if len(choices) > limits.max_choices:
-        raise too_much("Number of choices", len(choices), limits.max_choices, "max_choices", "choice")
+    _bound("Number of choices", len(choices), limits, "max_choices", "choice")
     num_chars = sum(len(choice) for choice in choices if isinstance(choice, str))
-    if num_chars > limits.max_grammar_kib * KIB:
-        raise too_much(
-            "Characters of all choices", num_chars, limits.max_grammar_kib * KIB, "max_grammar_kib", "choice"
-        )
+    _bound("Characters of all choices", num_chars, limits, "max_grammar_kib", "choice")
 
 
 def _check_regex(regex: str, limits: RequestLimits) -> None:
-    if len(regex) > limits.max_regex_chars:
-        raise too_much(
-            "Characters of the regex", len(regex), limits.max_regex_chars, "max_regex_chars", "regex"
-        )
+    _bound("Characters of the regex", len(regex), limits, "max_regex_chars", "regex")
     bounds = [int(number[:9]) for match in _REPEAT.finditer(regex) for number in match.groups() if number]
-    if bounds and max(bounds) > limits.max_regex_repeat:
-        raise too_much(
-            "Repetitions in the regex", max(bounds), limits.max_regex_repeat, "max_regex_repeat", "regex"
-        )
+    _bound("Repetitions in the regex", max(bounds, default=0), limits, "max_regex_repeat", "regex")
 
 
 def _check_grammar(grammar: str, limits: RequestLimits) -> None:
-    _check_size(grammar, limits, "grammar")
+    _bound("Characters of the grammar", len(grammar), limits, "max_grammar_kib", "grammar")
     num_rules = len(_RULE.findall(grammar)) + grammar.count("|")
-    if num_rules > limits.max_grammar_rules:
-        raise too_much(
-            "Rules and alternatives of the grammar",
-            num_rules,
-            limits.max_grammar_rules,
-            "max_grammar_rules",
-            "grammar",
-        )
+    _bound("Rules and alternatives of the grammar", num_rules, limits, "max_grammar_rules", "grammar")

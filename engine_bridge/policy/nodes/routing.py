@@ -55,7 +55,6 @@ class RequestEstimate(Struct, frozen=True, kw_only=True, gc=False):
 
     Attributes:
         num_answer_tokens: predicted tokens of the answer.
-        rank: the adapter's; 0 for the base model.
         home: the node where its session was last.
         kv: by node, the KV of its prompt there. kv_elsewhere: the KV that all other nodes can fetch from these.
         adapter_load_s: by node, seconds to bring its adapter to the device; 0 where it is there.
@@ -432,9 +431,7 @@ class Overture:
 def settings_of(facts: Iterable[NodeFacts], slo_s: float | None = None) -> Settings:
     """Return the settings for nodes that report their speed: the median node's hold for nodes that do not report theirs yet.
 
-    Args:
-        facts: the facts of all nodes.
-        slo_s: seconds per token of an answer; None: SLO_TIMES the time that one request alone takes there.
+    slo_s: seconds per token of an answer; None: SLO_TIMES the time that one request alone takes there.
     """
     perfs = [node.perf for node in facts if node.perf is not None] or [UNKNOWN]
     middle = sorted(perfs, key=lambda perf: perf.decode.seconds(TYPICAL, TYPICAL_TOKENS))[len(perfs) // 2]

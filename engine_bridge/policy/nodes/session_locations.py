@@ -56,7 +56,6 @@ class Doors:
     """The policies that choose a node, by how a request comes.
 
     Attributes:
-        announced: for an advisory.
         unannounced: for a request without an advisory, of a session that has a home.
         new: for all other requests.
         second: asked again when an announced request comes, and told only of requests that are there; None: the request goes to its advisory's
@@ -170,7 +169,6 @@ class _Node:
     """One node's requests and its last report.
 
     Attributes:
-        facts: None before the first report.
         unreported: requests that no report can have included, summed up in `on_the_way`.
         expected: the sum of announced requests.
         num_requests, num_urgent: requests that were sent here and have not ended.
@@ -241,12 +239,7 @@ class _Node:
 
 
 class Homes:
-    """Tracks which node has each session's KV, and which requests are on their way to it.
-
-    Args:
-        doors: may be replaced at any time.
-        max_sessions: number of sessions that are remembered.
-    """
+    """Tracks which node has each session's KV, and which requests are on their way to it. doors: may be replaced at any time."""
 
     def __init__(self, doors: Doors, *, max_sessions: int = MAX_SESSIONS) -> None:
         self.doors = doors
@@ -332,11 +325,7 @@ class Homes:
     ) -> Sent:
         """Route a request; its session is at home on the returned node from now on. `ended` must follow, with the ask's id, which is used once.
 
-        Args:
-            key: the session.
-            ask: the request.
-            now: the time in seconds, on the caller's clock.
-            avoid: nodes that have just failed this request.
+        avoid: nodes that have just failed this request.
         """
         session = self._known(key)
         told = self._end_announcement(session)
@@ -369,13 +358,8 @@ class Homes:
     def ended(self, request_id: str, *, num_tokens: int = 0, is_cut: bool = False) -> str:
         """Note that a request has ended. An ended request is ignored.
 
-        Args:
-            request_id: the ask's id.
-            num_tokens: tokens of which its session has KV now; 0 if that is unknown.
-            is_cut: whether its node failed, so that the KV that the node had made is out of reach.
-
-        Returns:
-            The node whose KV of the session will not be asked for any more, because the session has moved; "" for none.
+        num_tokens: of which its session has KV now; 0 if that is unknown. is_cut: whether its node failed, so that the KV that the node had made is
+        out of reach. Returns the node whose KV of the session will not be asked for any more, because the session has moved; "" for none.
         """
         request = self._requests.pop(request_id, None)
         if request is None:
@@ -424,11 +408,7 @@ class Homes:
         return [facts for facts in seen if facts is not None]
 
     def check_invariants(self) -> None:
-        """Check, for tests, that every sum is the sum of its parts.
-
-        Raises:
-            AssertionError: one is not.
-        """
+        """Check, for tests, that every sum is the sum of its parts. Raises AssertionError: one is not."""
         assert len(self._sessions) <= self._max_sessions
         homes = Counter(session.home for session in self._sessions.values() if session.home)
         assert homes == self._num_homes
@@ -524,14 +504,9 @@ class Homes:
     def _with_kv(
         self, ask: RequestEstimate, place: str, here: CachedKv, load_s: float, move_s: float = 0.0
     ) -> RequestEstimate:
-        """Return the ask with the KV that each node can use of the KV at a place.
+        """Return the ask with the KV that each node can use of the KV `here`, on the node at `place`.
 
-        Args:
-            ask: the request.
-            place: the node that has the KV.
-            here: the KV there.
-            load_s: seconds from host memory to a device.
-            move_s: seconds that moving costs beside the transfer.
+        load_s: from host memory to a device. move_s: that moving costs beside the transfer.
         """
         perf, node = self._perf(place), self._nodes[place]
         elsewhere = NO_KV

@@ -26,7 +26,6 @@ class OneOrder(QueuePolicy):
     Costs: `arrived`, `admitted` and `ended` a binary search and a shift; `decide` one look-up more than the requests that it starts.
 
     Args:
-        name: the policy's name.
         key: the least starts first; of equal ones, the request that came earlier.
         minds_priority: whether the key looks at the priority.
     """

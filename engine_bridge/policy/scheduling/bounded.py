@@ -248,11 +248,7 @@ class Bounded(QueuePolicy):
         return guard
 
     def arrived(self, facts: Waiting, now: float) -> None:
-        """Queue a request.
-
-        Raises:
-            ValueError: its weight is not positive, or it is known already.
-        """
+        """Queue a request. Raises ValueError: its weight is not positive, or it is known already."""
         if facts.weight <= 0:
             raise ValueError("a weight is positive")
         refuse_twice(facts, self._entries)

@@ -23,7 +23,6 @@ class EngineWork:
 
     Args:
         num_tokens: tokens that requests may hold together.
-        prefill_s: predicts the seconds to compute this many tokens of a prompt.
         decode_s: predicts the seconds of a step in which this many requests with this many tokens in all decode.
     """
 

@@ -81,12 +81,7 @@ RULES: dict[str, Rule] = {"knee": knee, "least_squares": least_squares}
 
 
 def fit(sizes: Sequence[float], rule: Rule = knee) -> Lanes:
-    """Return lanes for requests like these; one lane where there are fewer than `MIN_SIZES`.
-
-    Args:
-        sizes: WRS of a recent window, all on one `Scale`.
-        rule: chooses the number of lanes.
-    """
+    """Return lanes for requests like these; one lane where there are fewer than `MIN_SIZES`. sizes: WRS of a recent window, all on one `Scale`."""
     if len(sizes) < MIN_SIZES:
         return ONE_LANE
     ordered = sorted(sizes)

@@ -106,11 +106,7 @@ class Mlq(QueuePolicy):
     # -- hooks
 
     def arrived(self, facts: Waiting, now: float) -> None:
-        """Queue a request in its lane.
-
-        Raises:
-            ValueError: its weight is not positive, or it waits or runs already.
-        """
+        """Queue a request in its lane. Raises ValueError: its weight is not positive, or it waits or runs already."""
         if facts.weight <= 0 or facts.request_id in self._running:
             raise ValueError("a weight is positive, and a request that runs does not wait")
         refuse_twice(facts, self._placing.entries)
@@ -161,18 +157,11 @@ class Mlq(QueuePolicy):
     def begin_refit(
         self, lanes: Lanes, quotas: Sequence[int], weighted_sizes: Mapping[str, float] | None = None
     ) -> None:
-        """Take new lanes and a quota for each; `advance_refit` must follow. Until that is done, decisions use the old lanes.
+        """Take new lanes and a quota for each, in tokens; `advance_refit` must follow. Until that is done, decisions use the old lanes.
 
-        A refit that was not done yet is given up.
-
-        Args:
-            lanes: the new lanes.
-            quotas: the quota of each lane, in tokens.
-            weighted_sizes: sizes of known requests on the new lanes' scale, by request id, also of requests that arrive before the refit is done;
-                others keep theirs. They are looked up one by one, so a mapping may compute them on demand.
-
-        Raises:
-            ValueError: there is not one quota for each lane.
+        A refit that was not done yet is given up. weighted_sizes: of known requests on the new lanes' scale, by request id, also of requests that
+        arrive before the refit is done; others keep theirs. They are looked up one by one, so a mapping may compute them on demand. Raises ValueError
+        if there is not one quota for each lane.
         """
         if len(quotas) != lanes.num_lanes:
             raise ValueError("each lane has one quota")
@@ -221,11 +210,7 @@ class Mlq(QueuePolicy):
         return None if entry is None else entry.lane
 
     def check_invariants(self) -> None:
-        """Check the books.
-
-        Raises:
-            AssertionError: requests are lost, doubled, or hold tokens that are not charged.
-        """
+        """Check the books. Raises AssertionError: requests are lost, doubled, or hold tokens that are not charged."""
         self.ledger.check_invariants()
         waiting = self._placing.entries
         assert sum(self.num_waiting()) == len(waiting) == len(self._arrivals), "lost or doubled"
@@ -340,12 +325,7 @@ class _Refit:
 
 
 class _Deciding(Plan):
-    """One decision of `Mlq`.
-
-    Args:
-        arrivals: (arrived_s, request_id) of all waiting requests, in that order.
-        num_squashes: the number of squashes allowed.
-    """
+    """One decision of `Mlq`. arrivals: (arrived_s, request_id) of all waiting requests, in that order."""
 
     def __init__(
         self,
@@ -381,7 +361,6 @@ class _Deciding(Plan):
         return Decision(self._ids(), self.deferred, self._bypassed, self._late_bypassers(), otherwise)
 
     def _running_by_end(self) -> list[Running]:
-        """Return all running requests, in order of their predicted ends."""
         if self._ends is None:
             self._ends = sorted(self._running.values(), key=attrgetter("predicted_end_s"))
         return self._ends
@@ -536,10 +515,7 @@ class _Deciding(Plan):
 def earliest_start_s(missing: float, ends: Sequence[Running], now: float) -> float:
     """Return when `missing` more blocks are free, if all running requests end as predicted; late ones count as ending now.
 
-    Args:
-        missing: blocks that are not free yet.
-        ends: in order of predicted_end_s. If all of them do not suffice, the result is the last end.
-        now: the time in seconds, on the caller's clock.
+    ends: in order of predicted_end_s. If all of them do not suffice, the result is the last end.
     """
     at_s = now
     for each in ends:

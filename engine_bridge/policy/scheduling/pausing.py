@@ -41,7 +41,6 @@ class Other(Struct, frozen=True, kw_only=True, gc=False):
     """A request that is not urgent.
 
     Attributes:
-        ran_s: its total time running.
         paused_s: its total time paused; for a request that has not begun, the time since it was first kept from starting.
     """
 
@@ -70,15 +69,9 @@ def decide(
 ) -> PauseDecision:
     """Return which requests pause now, and which resume.
 
-    The last in order of `priority`, and of equals the last to arrive, are paused first, and the first to arrive resumes first: it ends some day,
-    and so does every request after it. Without urgent requests all resume.
-
-    Args:
-        decode_s: predicts the seconds of a step.
-        slo_s: seconds that a step may take while an urgent request decodes.
-        urgent: the running urgent requests.
-        running: the other running requests.
-        paused: the paused requests.
+    The last in order of `priority`, and of equals the last to arrive, are paused first, and the first to arrive resumes first: it ends some day, and
+    so does every request after it. Without urgent requests all resume. decode_s: predicts the seconds of a step. slo_s: that a step may take while an
+    urgent request decodes. running: the requests that are not urgent.
     """
     oldest_first = sorted(paused, key=lambda each: each.arrived_s)
     if not urgent.num_requests:
@@ -101,14 +94,9 @@ def decide(
 def kept_from_starting(
     decode_s: DecodeSeconds, slo_s: float, urgent: Batch, running: Batch, starting: Sequence[Other]
 ) -> frozenset[str]:
-    """Return which of the requests that could start now wait, because they would be paused at once.
+    """Return which of the requests that could start now and are not urgent wait, because they would be paused at once.
 
-    Args:
-        decode_s: predicts the seconds of a step.
-        slo_s: seconds that a step may take while an urgent request decodes.
-        urgent: the urgent requests that run or start now.
-        running: all requests that continue to run, with the urgent ones.
-        starting: the requests that are not urgent and could start now.
+    decode_s, slo_s: as for `decide`. urgent: that run or start now. running: all requests that continue to run, with the urgent ones.
     """
     kept = set()
     for each in starting:

@@ -30,12 +30,9 @@ class Waiting(Struct, frozen=True, kw_only=True, gc=False):
     fills in and renews the fields from `arrived_s` on; all others stay as they came.
 
     Attributes:
-        num_prompt_tokens: tokens of its prompt, cached or not.
-        guess: the predicted length of its answer.
         priority: lower first, as in vLLM.
         weight: its tenant's share against others'.
         adapter_id: the version of its adapter; None for the base model.
-        rank: its adapter's rank; 0 for the base model.
         program: the program that it belongs to or begins, for a request with tools; "" for any other.
         continues: whether it brings tools' results.
         program_s: of a request that continues a program: when that began; None for any other.
@@ -49,7 +46,6 @@ class Waiting(Struct, frozen=True, kw_only=True, gc=False):
         duration_s: predicted seconds from start to end; `engine_s`: those of the whole engine that it takes (`EngineWork`).
         adapter_bytes: device memory that its adapter still needs; requests of one `adapter_id` need it once.
         num_prefill_tokens: tokens to be computed before its first output token.
-        is_warm: whether its prefix is on the device.
         is_swapped: whether it ran before, and its KV waits in host memory.
         is_away: whether its adapter has left since and is on its way back, or waits for another adapter's turn.
         times_bypassed, times_squashed: as the caller counts them from `Decision.bypassed` and `Decision.squash`.
@@ -87,13 +83,7 @@ class Waiting(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Running(Struct, frozen=True, kw_only=True, gc=False):
-    """A request that holds device memory.
-
-    Attributes:
-        num_blocks: blocks that its end would give back.
-        predicted_end_s: as predicted by now.
-        promised_end_s: as predicted when it started; None: the same.
-    """
+    """A request that holds device memory. promised_end_s: as predicted when it started; None: the same."""
 
     request_id: str
     num_blocks: int
@@ -136,7 +126,6 @@ class Decision:
     """The decision for this step.
 
     Attributes:
-        request_ids: requests to start, in this order.
         deferred: why the considered requests wait; otherwise: why all others do.
         bypassed: started requests that pass a head, with that head.
         squash: running bypassers to preempt, for a head that can start then.
@@ -182,15 +171,10 @@ class QueuePolicy(Protocol):
     def decide(
         self, waiting: Mapping[str, Waiting], running: Mapping[str, Running], room: StepRoom, now: float
     ) -> Decision:
-        """Return which requests start now. Changes no state.
+        """Return which requests start now. Changes no state. waiting, running: facts as of now; running: of all that hold device memory.
 
-        Args:
-            waiting: facts as of now for all that arrived and were not admitted; only the considered ones are looked up, so a mapping may work them
-                out on demand. Facts fixed at arrival (arrived_s, weighted_size, size_tokens, duration_s, priority, tenant) are the ones given to
-                `arrived`.
-            running: facts as of now for all that hold device memory.
-            room: the room in this step.
-            now: the time in seconds, on the caller's clock.
+        waiting: of all that arrived and were not admitted; only the considered ones are looked up, so a mapping may work them out on demand. Facts
+        fixed at arrival (arrived_s, weighted_size, size_tokens, duration_s, priority, tenant) are the ones given to `arrived`.
         """
         ...
 

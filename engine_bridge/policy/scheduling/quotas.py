@@ -208,11 +208,7 @@ class Ledger:
         return Spare(lane_free, min(num_tokens, self.num_tokens) - self.num_used + overcharged_tokens)
 
     def charge(self, request_id: str, lane: int, tokens: int) -> None:
-        """Charge a request that starts to run.
-
-        Raises:
-            ValueError: it is charged already, there is no such lane, or the tokens are negative.
-        """
+        """Charge a request that starts to run. Raises ValueError: it is charged already, there is no such lane, or the tokens are negative."""
         if request_id in self._charges or not 0 <= lane < len(self._used) or tokens < 0:
             raise ValueError(f"cannot charge {tokens} tokens of lane {lane}, or charged before")
         self._charges[request_id] = (lane, tokens)
@@ -238,14 +234,9 @@ class Ledger:
         return tokens
 
     def resize(self, quotas: Sequence[int], lane_of: Mapping[str, int] | None = None) -> None:
-        """Take new lanes and quotas.
+        """Take new lanes and quotas, in tokens. Raises ValueError if there is no lane, or a quota is negative.
 
-        Args:
-            quotas: the quota of each lane, in tokens.
-            lane_of: new lanes of requests that hold tokens; others keep theirs, or the last lane if there are fewer now.
-
-        Raises:
-            ValueError: there is no lane, or a quota is negative.
+        lane_of: new lanes of requests that hold tokens; others keep theirs, or the last lane if there are fewer now.
         """
         if not quotas or min(quotas) < 0:
             raise ValueError("there is at least one lane, and no quota is negative")
@@ -257,11 +248,7 @@ class Ledger:
             self._used[lane] += tokens
 
     def check_invariants(self) -> None:
-        """Check the books.
-
-        Raises:
-            AssertionError: a lane's tokens are not the sum of the charges of its requests.
-        """
+        """Check the books. Raises AssertionError: a lane's tokens are not the sum of the charges of its requests."""
         sums = [0] * len(self._quotas)
         for lane, tokens in self._charges.values():
             assert tokens >= 0, "a negative charge"

@@ -26,15 +26,9 @@ class Scale:
     max_rank: float = 1.0
 
     def weighted_size(self, input_tokens: float, output_tokens: float, rank: float) -> float:
-        """Return the weighted request size, from 0 to 1.
-
-        Args:
-            input_tokens: tokens of the prompt.
-            output_tokens: predicted tokens of the answer.
-            rank: the adapter's, 0 without one.
+        """Return the weighted request size, from 0 to 1. output_tokens: predicted. rank: the adapter's, 0 without one.
 
         A part above its maximum counts as the maximum.
-
         Source: Chameleon §4.2 (formula reconstructed: A·in/max_in + B·out/max_out + C·rank/max_rank).
         """
         return (

@@ -42,7 +42,6 @@ def case(name: str, *, bad: tuple[str, ...] = ("open",)) -> Callable[[Attack], A
     """Enter the attack that follows into CASES. bad: outcomes that mean harm."""
 
     def enter(attack: Attack) -> Attack:
-        """Enter the attack, and return it."""
         CASES.append(Case(name, attack, bad))
         return attack
 
@@ -53,7 +52,6 @@ def sends(name: str, make: Callable[[], Sequence[Body]]) -> None:
     """Enter an attack that sends bodies, one after the other. They are made when its turn comes."""
 
     async def attack(attacker: Attacker) -> Outcome:
-        """Send the bodies."""
         return [await attacker.post(path, body) for path, body in make()]
 
     case(name)(attack)
@@ -63,7 +61,6 @@ def chats(name: str, make: Callable[[], dict[str, Any] | Sequence[dict[str, Any]
     """Enter an attack that asks a chat question, or several in turn, with these fields. They are made when its turn comes."""
 
     def bodies() -> list[Body]:
-        """Return the chat bodies."""
         made = make()
         return [(CHAT, chat_body(fields)) for fields in ([made] if isinstance(made, dict) else made)]
 
@@ -86,8 +83,6 @@ class Attacker:
 
     Attributes:
         http: a session that sends the attacker's key.
-        port: the server's port.
-        key: the attacker's API key.
         answers: the beginnings of the server's answers, for the report.
     """
 

@@ -38,14 +38,12 @@ def frames(name: str, make: Callable[[], bytes], bad: tuple[str, ...] = ("open",
     """Enter an attack that sends these frames."""
 
     async def attack(attacker: Attacker) -> Outcome:
-        """Send the frames."""
         return [await sent(attacker, make())]
 
     case(name, bad=bad)(attack)
 
 
 def _fragments() -> bytes:
-    """Return 200,000 fragments of one byte each."""
     return ws_frame(b"x", is_final=False) + ws_frame(b"x", opcode=0, is_final=False) * 200_000
 
 

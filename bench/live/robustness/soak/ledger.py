@@ -129,14 +129,7 @@ class Ledger:
     def check_answer(
         self, what: str, answer: str, references: Collection[str], extent: Expectation = "whole"
     ) -> None:
-        """Check an answer against its references.
-
-        Args:
-            what: the question, for the report.
-            answer: the text that came.
-            references: the texts of which the answer must be one.
-            extent: "beginning" if the answer was cut off, so that it must begin one of the references.
-        """
+        """Check an answer to the question `what` against the texts of which it must be one, or must begin one if it was cut off ("beginning")."""
         self.num_answers_checked += 1
         if extent == "whole":
             is_right = answer in references

@@ -123,14 +123,9 @@ class Client(ChatClient):
             self._socket.transport.abort()
 
     async def answered(self, question: Question, on_delta: OnDelta | None = None) -> Question:
-        """Return the question with its whole answer, whatever breaks meanwhile.
+        """Return the question with its whole answer, whatever breaks meanwhile. Raises GaveUp after PATIENCE_S.
 
-        Args:
-            question: the question to ask.
-            on_delta: called after each delta; it may cut the line.
-
-        Raises:
-            GaveUp: after PATIENCE_S.
+        on_delta: called after each delta; it may cut the line.
         """
         deadline_s = time.monotonic() + PATIENCE_S
         while True:
@@ -229,7 +224,6 @@ class Traffic:
         left = self.chance.randint(1, 3)
 
         async def drop(question: Question) -> None:
-            """Drop the socket now and then."""
             nonlocal left
             if left and self.chance.random() < 0.4:
                 left -= 1
@@ -243,7 +237,6 @@ class Traffic:
         """Stop a long answer; what arrived must be the beginning of the right one."""
 
         async def stop(question: Question) -> None:
-            """Send a stop with a chance of one half after each delta."""
             if self.chance.random() < 0.5:
                 await client.stop(question.id)
 
