@@ -7,10 +7,12 @@ is taken by vLLM's name, as `--engine-arg`.
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 from engine_bridge.settings.engine_arguments import RULED_OUT
 
@@ -60,7 +62,10 @@ _LARGE_NUMBERS = frozenset(("--max-model-len", "--max-num-batched-tokens"))
 _LARGE_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kKmM])")
 _UNITS = {"k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
 # vLLM's other words for values of flags that have the same name here.
-_SAME_VALUES: Mapping[str, Mapping[str, str]] = {"--dtype": {"half": "float16", "float": "float32"}}
+_SAME_VALUES: Mapping[str, Mapping[str, str]] = {
+    "--dtype": {"half": "float16", "float": "float32"},
+    "--max-model-len": {"-1": "auto"},
+}
 # Flags of vLLM's server, not of its engine, that are refused, with the reason.
 REFUSED: Mapping[str, str] = {
     "--no-enable-chunked-prefill": "long prompts are cut into parts by how long a step takes: see --max-step-ms",
@@ -92,13 +97,22 @@ SHORT: Mapping[str, str] = {
     "-pp": "--pipeline-parallel-size",
     "-dp": "--data-parallel-size",
     "-ep": "--enable-expert-parallel",
+    "-cc": "--compilation-config",
 }
+# vLLM's -O3, -O=3 or -O 3. -> its flag with a name.
+_LEVEL = re.compile(r"-O(?:=?(\w+))?")
+# One field of a flag that has a JSON object, such as --compilation-config.mode=3. -> the flag, the field, the value behind "=".
+_FIELD = re.compile(r"(--?[A-Za-z][\w-]*)\.([^=]+)(?:=(.*))?", re.DOTALL)
 # Values of ruled out arguments that describe this server's behaviour, and are therefore accepted.
 _HARMLESS: Mapping[str, tuple[str, ...]] = {
     "runner": ("auto", "generate"),
     "distributed_executor_backend": ("uni",),
     "convert": ("auto", "none"),
 } | {name: ("1",) for name in RULED_OUT if name.endswith("_parallel_size") or name == "nnodes"}
+
+
+# Of two flags, 0 to 1: how alike they are at least when one is taken for the other, mistyped. Chosen: a letter or a word's end; no other word.
+_LIKENESS = 0.8
 
 
 class FlagRefusal(ValueError):
@@ -143,7 +157,7 @@ def translate(
     Raises:
         FlagRefusal: a flag that has no meaning here.
     """
-    left, made, ours = list(words), list[str](), frozenset(own)
+    left, made, ours = _whole(words), list[str](), frozenset(own)
     if needs_model:
         needs_model = left[:1] == [] or left[0].startswith("-")
         needs_model &= not any(_Flag.of(word).name == "--model" for word in left)
@@ -164,6 +178,41 @@ def translate(
         else:
             made += _translated(flag, left, ours, arguments)
     return made
+
+
+def nearest(flag: str, own: Iterable[str], arguments: Arguments) -> list[str]:
+    """Return the one flag that a mistyped one may have been, of ours and of vLLM's; none where all are unlike it."""
+    known = [*own, *RENAMED, *SEVERAL, *LIMITS, *ALWAYS, *REFUSED]
+    known += [f"--{name.replace('_', '-')}" for name in arguments()]
+    return difflib.get_close_matches(flag, known, n=1, cutoff=_LIKENESS)
+
+
+def _whole(words: Iterable[str]) -> list[str]:
+    """Return the line with each flag of vLLM's in one form: -O3 by its name, and the fields of a JSON object together, at the line's end."""
+    left, made, objects = list(words), list[str](), dict[str, dict[str, Any]]()
+    while left and left[0] != "--":
+        word = left.pop(0)
+        if (level := _LEVEL.fullmatch(word)) is not None and (level[1] or left):
+            made.append(f"--optimization-level={level[1] or left.pop(0)}")
+        elif (field := _FIELD.fullmatch(word)) is not None and (field[3] is not None or left):
+            fields = objects.setdefault(_Flag.of(field[1]).name, {})
+            *outer, last = field[2].split(".")
+            for name in outer:
+                deeper = fields.get(name)
+                fields[name] = deeper if isinstance(deeper, dict) else {}
+                fields = fields[name]
+            fields[last] = _plain(field[3] if field[3] is not None else left.pop(0))
+        else:
+            made.append(word)
+    return [*made, *(f"{name}={json.dumps(fields)}" for name, fields in objects.items()), *left]
+
+
+def _plain(value: str) -> Any:
+    """Return what a field's text means: JSON, or a number such as 32k, or the text itself."""
+    for text in (value, str(_large(value))):
+        with suppress(json.JSONDecodeError):
+            return json.loads(text)
+    return value
 
 
 def _translated(flag: _Flag, left: list[str], own: frozenset[str], arguments: Arguments) -> list[str]:
@@ -196,10 +245,10 @@ def _translated(flag: _Flag, left: list[str], own: frozenset[str], arguments: Ar
             return ["--engine-arg", pair]
     if value is None and left and (name in _LARGE_NUMBERS or name in _SAME_VALUES):
         value = left.pop(0)
+    if value is not None:
+        value = _SAME_VALUES.get(name, {}).get(value, value)
     if name in _LARGE_NUMBERS:
         value = _large(value)
-    elif value is not None:
-        value = _SAME_VALUES.get(name, {}).get(value, value)
     return [name if value is None else f"{name}={value}"]
 
 

@@ -208,6 +208,17 @@ def test_none_of_our_own_flags_is_taken_for_vllms() -> None:
         (["--dtype"], ["--dtype"]),
         (["--max-model-len", "many"], ["--max-model-len=many"]),
         (["--allowed-methods", '["GET"]', "--port", "1"], ["--port", "1"]),
+        (["--max-model-len", "-1", "m"], ["--max-model-len=auto", "m"]),
+        (["-O3", "m"], ["--optimization-level=3", "m"]),
+        (["-O", "2"], ["--optimization-level=2"]),
+        (["-O"], ["-O"]),
+        (["-cc.mode=3", "--", "-O3"], ['--compilation-config={"mode": 3}', "--", "-O3"]),
+        (
+            ["m", "--speculative-config.method", "ngram", "--speculative_config.a.b=4k", "--seed", "1"],
+            ["m", "--seed", "1", '--speculative-config={"method": "ngram", "a": {"b": 4000}}'],
+        ),
+        (["--x.a=1", "--x.a.b=2"], ['--x={"a": {"b": 2}}']),
+        (["--api-key=a.b", "--x.a"], ["--api-key=a.b", "--x.a"]),
     ],
 )
 def test_a_line_of_vllms_becomes_one_of_ours(argv: list[str], expected: list[str]) -> None:
@@ -228,6 +239,26 @@ def test_a_flag_of_an_engine_argument_is_taken_by_its_name_and_any_other_is_unkn
     for wrong in (["2"], ['{"image": "many"}'], []):
         with pytest.raises(FlagRefusal, match="expected a JSON object"):
             translate(["--limit-mm-per-prompt", *wrong], OWN)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "nearest"),
+    [
+        ("--max-model-lenn", "--max-model-len"),
+        ("--enable-lorra", "--enable-lora"),
+        ("--cpu-ofload-gb", "--cpu-offload-gb"),
+        ("--tool-call-parsr", "--tool-call-parser"),
+    ],
+)
+def test_a_mistyped_flag_is_answered_with_the_nearest_one_of_ours_and_vllms(wrong: str, nearest: str) -> None:
+    assert run("config", wrong, "4").stderr.endswith(f"No such option '{wrong}'. Did you mean '{nearest}'?\n")
+    assert "mean" not in run("config", "--task", "embed").stderr
+
+
+def test_the_longest_context_may_be_what_the_kv_cache_holds() -> None:
+    assert re.search(r"max_model_len +auto +flag", shown("--max-model-len", "auto"))
+    wrong = run_process("config", "--max-model-len", "some").stderr
+    assert wrong == "overture: --max-model-len: expected an integer, at least 1, or auto, got 'some'\n"
 
 
 def test_several_names_of_the_model_are_taken_and_a_model_behind_one_stays_the_model() -> None:
