@@ -31,6 +31,7 @@ EXIT_USAGE = 2  # as click has it
 _METAVARS = {
     "api_keys": "KEY",
     "body_timeout_s": "SECONDS",
+    "chat_template": "FILE",
     "cluster_cert": "FILE",
     "cluster_host": "ADDRESS",
     "cluster_key": "FILE",

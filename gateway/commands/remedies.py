@@ -166,6 +166,10 @@ _START_ERRORS = (
         "longer than the maximum model length",
         "raise --max-model-len: an answer takes a prompt of one token at least",
     ),
+    (
+        "Unknown quantization method",
+        "vLLM has no such quantisation on this device: serve the model's plain weights, or some that are quantised in another way",
+    ),
     ("greater than the derived max_model_len", "lower --max-model-len to what the model was made for"),
     (
         "larger than the available KV cache memory",
