@@ -21,6 +21,7 @@ RENAMED: Mapping[str, str] = {
     "--tool-call-parser": "--tool-parser",
     "--uvicorn-log-level": "--log-level",
     "--otlp-traces-endpoint": "--otlp-endpoint",
+    "--device-memory-utilization": "--gpu-memory-utilization",
     "-q": "--quantization",
 }
 # vLLM's -> ours, where vLLM takes several values behind one flag, or a JSON list. Ours is repeated.
@@ -33,6 +34,8 @@ SEVERAL: Mapping[str, str] = {
 FURTHER: Mapping[str, str] = {"--served-model-name": "--served-model-alias"}
 # vLLM's -> ours, which has the number of pictures alone: neither audio nor video is taken.
 LIMITS: Mapping[str, str] = {"--limit-mm-per-prompt": "--max-images"}
+# A switch of vLLM's -> our flag and its value.
+INSTEAD: Mapping[str, str] = {"--no-enable-lora": "--adapters=off"}
 # Flags for behaviour that this server always has. They are dropped.
 ALWAYS: Mapping[str, str] = {
     "--enable-lora": "adapters are served wherever the model can have them: see --adapters",
@@ -64,6 +67,9 @@ _UNITS = {"k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
 # vLLM's other words for values of flags that have the same name here.
 _SAME_VALUES: Mapping[str, Mapping[str, str]] = {
     "--dtype": {"half": "float16", "float": "float32"},
+    "--log-level": {"critical": "error", "trace": "debug"}
+    | {level.upper(): level for level in ("debug", "info", "warning", "error")}
+    | {"CRITICAL": "error"},
     "--max-model-len": {"-1": "auto"},
 }
 # Flags of vLLM's server, not of its engine, that are refused, with the reason.
@@ -91,23 +97,70 @@ REFUSED: Mapping[str, str] = {
     "--h11-max-incomplete-event-size": "what a request may hold is set by the group Limits of the help",
     "--h11-max-header-count": "what a request may hold is set by the group Limits of the help",
     "--response-role": "answers have the role that the API gives them, assistant",
+    "--chat-template-content-format": "the form of contents is found out from the chat template",
+    "--trust-request-mm-kwargs": "how pictures are read is the operator's to set: see --engine-arg mm_processor_kwargs",
+    "--exclude-tools-when-tool-choice-none": "tools stay in the prompt, where they were cached; a call that leaves out `tools` has none",
+    "--tool-strict-level": "how calls are held to schemas follows the tool_choice of the request",
+    "--enable-log-deltas": "answers are never logged",
+    "--anthropic-disabled-thinking-effort": "it is found out from the chat template",
+    "--enable-scale-out": "prompts are rendered where they are answered; for several engines give --nodes",
+    "--grpc-port": "the server speaks HTTP and websockets",
+    "--enable-flash-late-interaction": "the model generates text; one for embeddings comes beside it: --embedding-model",
+} | {
+    flag: why
+    for flags, why in (
+        ("--cohere-is-reasoning-model --cohere-format", "Cohere's API is not served"),
+        (
+            "--fingerprint-mode --fingerprint-value",
+            "system_fingerprint has the version and a digest of the settings",
+        ),
+        (
+            "--data-parallel-supervisor-port --dp-supervisor-probe-interval-s --dp-supervisor-probe-timeout-s "
+            "--dp-supervisor-probe-failure-threshold",
+            "one process serves all connections here; for several engines give --nodes",
+        ),
+    )
+    for flag in flags.split()
 }
 SHORT: Mapping[str, str] = {
     "-tp": "--tensor-parallel-size",
     "-pp": "--pipeline-parallel-size",
+    "-dcp": "--decode-context-parallel-size",
+    "-pcp": "--prefill-context-parallel-size",
     "-dp": "--data-parallel-size",
+    "-dpn": "--data-parallel-rank",
+    "-dpr": "--data-parallel-start-rank",
+    "-dpl": "--data-parallel-size-local",
+    "-dpa": "--data-parallel-address",
+    "-dpp": "--data-parallel-rpc-port",
+    "-dpb": "--data-parallel-backend",
+    "-n": "--nnodes",
+    "-r": "--node-rank",
+    "-asc": "--api-server-count",
+    "-dph": "--data-parallel-hybrid-lb",
+    "-dpe": "--data-parallel-external-lb",
+    "-dpm": "--data-parallel-multi-port-external-lb",
+    "-dc": "--diffusion-config",
     "-ep": "--enable-expert-parallel",
+    "-ac": "--attention-config",
     "-cc": "--compilation-config",
+    "-sc": "--speculative-config",
 }
 # vLLM's -O3, -O=3 or -O 3. -> its flag with a name.
 _LEVEL = re.compile(r"-O(?:=?(\w+))?")
 # One field of a flag that has a JSON object, such as --compilation-config.mode=3. -> the flag, the field, the value behind "=".
 _FIELD = re.compile(r"(--?[A-Za-z][\w-]*)\.([^=]+)(?:=(.*))?", re.DOTALL)
-# Values of ruled out arguments that describe this server's behaviour, and are therefore accepted.
+# Values of refused flags and ruled out arguments that describe this server's behaviour, and are therefore accepted.
 _HARMLESS: Mapping[str, tuple[str, ...]] = {
     "runner": ("auto", "generate"),
     "distributed_executor_backend": ("uni",),
     "convert": ("auto", "none"),
+    "api_server_count": ("1",),
+    "response_role": ("assistant",),
+    "chat_template_content_format": ("auto",),
+    "tool_strict_level": ("auto",),
+    "anthropic_disabled_thinking_effort": ("auto",),
+    "fingerprint_mode": ("full",),
 } | {name: ("1",) for name in RULED_OUT if name.endswith("_parallel_size") or name == "nnodes"}
 
 
@@ -218,6 +271,8 @@ def _plain(value: str) -> Any:
 def _translated(flag: _Flag, left: list[str], own: frozenset[str], arguments: Arguments) -> list[str]:
     """Translate one flag; its values are taken from `left`."""
     name, value = flag
+    if name in INSTEAD:
+        return [INSTEAD[name]]
     if name in ALWAYS:
         if value is None and name in _ALWAYS_WITH_VALUE:
             _taken(left)
@@ -231,15 +286,7 @@ def _translated(flag: _Flag, left: list[str], own: frozenset[str], arguments: Ar
     if name in RENAMED:
         name = RENAMED[name]
     elif name not in own:
-        if name in REFUSED:
-            raise FlagRefusal(f"{name}: {REFUSED[name]}")
-        argument = name.lstrip("-").replace("-", "_").removeprefix("no_")
-        if argument in RULED_OUT:
-            given = value if value is not None else next(iter(left), "")
-            if given not in _HARMLESS.get(argument, ()):
-                raise FlagRefusal(f"{name}: {RULED_OUT[argument]}")
-            if value is None:
-                left.pop(0)
+        if _changes_nothing(flag, left):
             return []
         if (pair := _as_argument(flag, left, arguments())) is not None:
             return ["--engine-arg", pair]
@@ -250,6 +297,25 @@ def _translated(flag: _Flag, left: list[str], own: frozenset[str], arguments: Ar
     if name in _LARGE_NUMBERS:
         value = _large(value)
     return [name if value is None else f"{name}={value}"]
+
+
+def _changes_nothing(flag: _Flag, left: list[str]) -> bool:
+    """Return whether a flag says what is so anyway; its value is taken from `left`. Raises FlagRefusal for one that says what cannot be."""
+    switch = flag.name.replace("--no-", "--", 1)
+    argument = switch.removeprefix("--").replace("-", "_")
+    if switch != flag.name and flag.name not in REFUSED:
+        if switch in ALWAYS:
+            raise FlagRefusal(f"{flag.name}: {ALWAYS[switch]}")
+        return switch in REFUSED or argument in RULED_OUT
+    why = REFUSED.get(flag.name, RULED_OUT.get(argument))
+    if why is None:
+        return False
+    given = flag.value if flag.value is not None else next(iter(left), "")
+    if given not in _HARMLESS.get(argument, ()):
+        raise FlagRefusal(f"{flag.name}: {why}")
+    if flag.value is None:
+        left.pop(0)
+    return True
 
 
 def _as_argument(flag: _Flag, left: list[str], arguments: Mapping[str, bool]) -> str | None:

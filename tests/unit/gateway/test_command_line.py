@@ -16,7 +16,16 @@ from engine_bridge.driver.vllm_api.argument_names import engine_arguments
 from engine_bridge.settings.engine_arguments import RULED_OUT
 from gateway import cli
 from gateway.settings.config import SETTINGS
-from gateway.settings.vllm_flags import ALWAYS, LIMITS, REFUSED, RENAMED, SEVERAL, FlagRefusal, translate
+from gateway.settings.vllm_flags import (
+    ALWAYS,
+    INSTEAD,
+    LIMITS,
+    REFUSED,
+    RENAMED,
+    SEVERAL,
+    FlagRefusal,
+    translate,
+)
 from overture_client.completion_command import COMPLETE_VARIABLE
 from tests.served import served
 
@@ -124,6 +133,7 @@ VALUES = {
     "--default-chat-template-kwargs": '{"enable_thinking": false}',
     "--speculative-config": '{"method": "ngram"}',
     "--gpu-memory-utilization": "0.5",
+    "--device-memory-utilization": "0.5",
     "--chat-template": "demo/model/chat_template.jinja",
 }
 WORDS = ("--host", "--served-model-name", "--api-key", "--reasoning-parser", "--quantization")
@@ -162,7 +172,7 @@ def test_every_flag_of_ours_on_the_page_exists_and_takes_what_vllms_does() -> No
         for (theirs,), (ours,) in rows(heading):
             assert ours in OWN, ours
             value = VALUES.get(theirs, "word" if theirs in WORDS else "1")
-            argv = [theirs] if theirs in SWITCHES else [theirs, value]
+            argv = [theirs] if theirs in (*SWITCHES, *INSTEAD) else [theirs, value]
             if theirs in FILES:  # whose files would have to be there
                 assert translate(argv, OWN) == argv
             else:
@@ -171,7 +181,12 @@ def test_every_flag_of_ours_on_the_page_exists_and_takes_what_vllms_does() -> No
 
 def test_the_page_has_every_flag_of_the_tables_and_no_other() -> None:
     renamed = {theirs: ours for (theirs,), (ours,) in rows("Flags with another name")}
-    assert renamed == {**RENAMED, **SEVERAL, **LIMITS}
+    assert renamed == {
+        **RENAMED,
+        **SEVERAL,
+        **LIMITS,
+        **{name: ours.partition("=")[0] for name, ours in INSTEAD.items()},
+    }
     assert {flag for (flag,), _ in rows("Always so")} == ALWAYS.keys()
     refused = {flag for flags, _ in rows("Refused") for flag in flags}
     arguments = {f"--{name.replace('_', '-')}" for name in RULED_OUT}
@@ -209,6 +224,10 @@ def test_none_of_our_own_flags_is_taken_for_vllms() -> None:
         (["--max-model-len", "many"], ["--max-model-len=many"]),
         (["--allowed-methods", '["GET"]', "--port", "1"], ["--port", "1"]),
         (["--max-model-len", "-1", "m"], ["--max-model-len=auto", "m"]),
+        (["--log-level", "INFO", "--uvicorn-log-level=trace"], ["--log-level=info", "--log-level=debug"]),
+        (["--no-enable-lora", "m"], ["--adapters=off", "m"]),
+        (["--no-enable-log-outputs", "--no-use-tqdm-on-load", "--seed", "1"], ["--seed", "1"]),
+        (["--response-role", "assistant", "-asc=1", "-n", "1", "m"], ["m"]),
         (["-O3", "m"], ["--optimization-level=3", "m"]),
         (["-O", "2"], ["--optimization-level=2"]),
         (["-O"], ["-O"]),
@@ -239,6 +258,12 @@ def test_a_flag_of_an_engine_argument_is_taken_by_its_name_and_any_other_is_unkn
     for wrong in (["2"], ['{"image": "many"}'], []):
         with pytest.raises(FlagRefusal, match="expected a JSON object"):
             translate(["--limit-mm-per-prompt", *wrong], OWN)
+
+
+@pytest.mark.parametrize("line", ["--no-enable-auto-tool-choice", "--response-role user", "-dpl 2"])
+def test_a_flag_that_says_what_cannot_be_is_refused_with_the_reason(line: str) -> None:
+    with pytest.raises(FlagRefusal, match=r"^--[a-z-]+: ..."):
+        translate(line.split(), OWN, engine_arguments)
 
 
 @pytest.mark.parametrize(
