@@ -134,6 +134,7 @@ VALUES = {
     "--speculative-config": '{"method": "ngram"}',
     "--gpu-memory-utilization": "0.5",
     "--device-memory-utilization": "0.5",
+    "--log-level": "INFO",
     "--chat-template": "demo/model/chat_template.jinja",
 }
 WORDS = ("--host", "--served-model-name", "--api-key", "--reasoning-parser", "--quantization")
@@ -141,6 +142,7 @@ WORDS += ("--kv-cache-dtype", "--revision", "--download-dir")
 SWITCHES = (
     "--enable-prompt-embeds",
     "--enable-sleep-mode",
+    "--enable-expert-parallel",
     "--enforce-eager",
     "--trust-remote-code",
     "--enable-prefix-caching",
@@ -177,6 +179,13 @@ def test_every_flag_of_ours_on_the_page_exists_and_takes_what_vllms_does() -> No
                 assert translate(argv, OWN) == argv
             else:
                 assert f"flag {ours}\n" in shown(*argv), theirs
+
+
+def test_a_setting_that_is_called_like_an_engine_argument_means_the_same() -> None:
+    """The page says of each that it does; the limit of an answer's log probabilities was once called like vLLM's of a token's."""
+    alike = {setting.flag for setting in SETTINGS if setting.name in engine_arguments()}
+    assert alike <= {ours for _, (ours,) in rows("The same name")}
+    assert "max_logprobs=-1" in shown("--max-logprobs", "-1")
 
 
 def test_the_page_has_every_flag_of_the_tables_and_no_other() -> None:
