@@ -30,8 +30,8 @@ SEVERAL: Mapping[str, str] = {
     "--allowed-origins": "--cors-origin",
     "--allowed-media-domains": "--allow-image-host",
 }
-# A flag that has one value here, -> ours for the further values that vLLM takes behind it.
-FURTHER: Mapping[str, str] = {"--served-model-name": "--served-model-alias"}
+# A flag that has one value here -> ours for the further values that vLLM takes behind it.
+FURTHER: Mapping[str, str] = {"--served-model-name": "--served-model-alias", "--api-key": "--api-key"}
 # vLLM's -> ours, which has the number of pictures alone: neither audio nor video is taken.
 LIMITS: Mapping[str, str] = {"--limit-mm-per-prompt": "--max-images"}
 # A switch of vLLM's -> our flag and its value.
@@ -187,14 +187,14 @@ class _Flag(NamedTuple):
         return cls(SHORT.get(name, name), value if is_given else None)
 
 
-Arguments = Callable[[], Mapping[str, bool]]
-"""Returns the names of vLLM's engine arguments, each with whether it is a switch; asked only for a flag that nothing else explains."""
+Arguments = Callable[[], Mapping[str, str]]
+"""Returns the names of vLLM's engine arguments, each with its `argument_names.Kind`; asked only for a flag that nothing else explains."""
 
 
 def translate(
     words: Iterable[str],
     own: Iterable[str] = (),
-    arguments: Arguments = dict[str, bool],
+    arguments: Arguments = dict[str, str],
     *,
     needs_model: bool = False,
 ) -> list[str]:
@@ -318,15 +318,21 @@ def _changes_nothing(flag: _Flag, left: list[str]) -> bool:
     return True
 
 
-def _as_argument(flag: _Flag, left: list[str], arguments: Mapping[str, bool]) -> str | None:
-    """Return an engine argument of vLLM's as NAME=VALUE, whose value is taken from `left`; None for a flag that is none."""
+def _as_argument(flag: _Flag, left: list[str], arguments: Mapping[str, str]) -> str | None:
+    """Return an engine argument of vLLM's as NAME=VALUE, whose values are taken from `left`; None for a flag that is none, or lacks its value."""
     name = flag.name.removeprefix("--").replace("-", "_")
-    switch = name.removeprefix("no_")
-    if arguments.get(switch) and flag.value is None:
+    switch, kind = name.removeprefix("no_"), arguments.get(name)
+    if flag.value is not None and kind is not None:
+        return f"{name}={flag.value}"
+    if arguments.get(switch) == "switch":
         return f"{switch}={str(switch == name).lower()}"
-    if name not in arguments or (flag.value is None and not left):
-        return None
-    return f"{name}={flag.value if flag.value is not None else left.pop(0)}"
+    if kind == "values":
+        values = _taken(left)
+    else:
+        values = [left.pop(0)] if kind is not None and left and not left[0].startswith("--") else []
+    if not values:
+        return f"{name}=true" if kind == "value or none" else None
+    return f"{name}={values[0] if len(values) == 1 else json.dumps(values)}"
 
 
 def _images_of(value: str | None) -> int | None:

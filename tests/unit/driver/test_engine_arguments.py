@@ -54,6 +54,16 @@ def test_values_have_the_types_that_vllm_gives_them() -> None:
     found = {"cpu_offload_gb": 4.0, "hf_overrides": {"a": 1}}
     found |= {"disable_cascade_attn": True, "enable_eplb": False}
     assert typed(parse([*given, "load_format=dummy"], {})) == found | {"load_format": "dummy"}
+    several = {"cudagraph_capture_sizes": "[1, 2]", "ignore_patterns": '["a", "b"]', "hf_token": "true"}
+    assert typed(several) == {
+        "cudagraph_capture_sizes": [1, 2],
+        "ignore_patterns": ["a", "b"],
+        "hf_token": True,
+    }
+    assert typed({"hf_token": "hf_abc", "ignore_patterns": "a"}) == {
+        "hf_token": "hf_abc",
+        "ignore_patterns": ["a"],
+    }
     wrong = {"cpu_offload_gb": "much", "cpu_offload": "4", "enable_eplb": "perhaps"}
     for name, reason in zip(wrong, ("much", "did you mean cpu_offload_gb", "true or false"), strict=True):
         with pytest.raises(InvalidRequest, match=reason):

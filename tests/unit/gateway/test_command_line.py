@@ -261,6 +261,17 @@ def test_a_flag_of_an_engine_argument_is_taken_by_its_name_and_any_other_is_unkn
     given += ["async_scheduling=false", "enable_eplb=false"]
     assert made[0] == "m" and made[2::2] == given and set(made[1::2]) == {"--engine-arg"}
     assert "cpu_offload_gb=4" in shown("--cpu-offload-gb", "4")
+    several = ["--logits-processors", "a:B", "c:D", "--hf-token", "--ignore-patterns", "x", "--seed", "1"]
+    assert translate(several, OWN, engine_arguments) == [
+        "--engine-arg",
+        'logits_processors=["a:B", "c:D"]',
+        "--engine-arg",
+        "hf_token=true",
+        "--engine-arg",
+        "ignore_patterns=x",
+        "--seed",
+        "1",
+    ]
     for wrong in (["--cpu-offload-gigs", "4"], ["--cpu-offload-gb"], ["--no-cpu-offload-gb"]):
         assert translate(wrong, OWN, engine_arguments) == wrong
         assert "No such option" in run("config", *wrong).stderr
@@ -316,6 +327,8 @@ def test_several_names_of_the_model_are_taken_and_a_model_behind_one_stays_the_m
     assert of(name, "a", "./m") == [name, "a", "./m"]
     assert of(name, "a", "b", needs_model=False) == [name, "a", alias, "b"]
     assert of(name) == [name]
+    keys = ["--api-key", "a", "--api-key", "b"]
+    assert of("m", "--api-key", "a", "b") == ["m", *keys] and of("--api-key", "a", "b", "m") == [*keys, "m"]
     said = shown("demo/model", name, "a", "b", "c")
     assert re.search(r"served_model_name +a ", said) and re.search(r"served_model_aliases +b, c ", said)
 
