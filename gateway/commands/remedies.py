@@ -5,12 +5,14 @@ Pure: nothing here looks at the machine. Each finding names a command or a setti
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
 
 from engine_bridge.settings.machine import Machine
+from engine_bridge.settings.parser_choice import AUTO, NONE
 from gateway.packages import CPU_BUILD
 
 GIB = 1 << 30
@@ -135,6 +137,19 @@ def about_model(model: ModelFacts) -> Iterator[DoctorFinding]:
             problem=model.fault,
             remedy="fetch the model again, with all its files, or give another folder: --model FOLDER",
         )
+
+
+def about_parsers(wished: Mapping[str, str], known: Mapping[str, Sequence[str]]) -> Iterator[DoctorFinding]:
+    """Return why a parser that was set cannot be used. wished, known: the setting and vLLM's names, by "tool" and "reasoning"."""
+    for kind, name in wished.items():
+        if name not in (AUTO, NONE, "", *known.get(kind, (name,))):
+            close = difflib.get_close_matches(name, known[kind], n=1)
+            yield DoctorFinding(
+                problem=f"--{kind}-parser {name}: vLLM has no such parser",
+                remedy=f"--{kind}-parser {close[0]}"
+                if close
+                else f"give one of {', '.join(known[kind])}; or {AUTO}, or {NONE}",
+            )
 
 
 def about_hub(model: ModelFacts, *, is_offline: bool) -> Iterator[DoctorFinding]:
