@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, get_args
 
+from engine_bridge.driver.vllm_api.argument_names import engine_arguments
 from engine_bridge.protocol.errors import InvalidRequest
 
 
@@ -24,14 +25,14 @@ def typed(given: Mapping[str, str]) -> dict[str, Any]:
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(exit_on_error=False, add_help=False))
     known = {field.name: field for field in dataclasses.fields(EngineArgs)}
-    several = {action.dest for action in parser._actions if action.nargs == "+"}
     line: list[str] = []
     for name, value in given.items():
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f" (did you mean {close[0]}?)" if close else ""
             raise InvalidRequest(f"--engine-arg: vLLM has no engine argument {name!r}{hint}")
-        line += _words(name, _values(value) if name in several else [value], known[name].type)
+        values = _values(value) if engine_arguments()[name] == "values" else [value]
+        line += _words(name, values, known[name].type)
     try:
         made, rest = parser.parse_known_args(line)
     except (Exception, SystemExit) as error:  # argparse exits for some mistakes whatever its settings are

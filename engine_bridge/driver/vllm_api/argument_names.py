@@ -61,5 +61,8 @@ def _kind_of(annotation: str) -> Kind:
         return "switch"
     if annotation.startswith("bool |"):
         return "value or none"
-    is_several = annotation.removeprefix("str | ").startswith(("list[", "set["))
+    # Device ids, the only list of numbers or words, are one word with commas.
+    is_several = (
+        annotation.removeprefix("str | ").startswith(("list[", "set[")) and "int | str" not in annotation
+    )
     return "values" if is_several else "value"

@@ -60,6 +60,9 @@ def test_values_have_the_types_that_vllm_gives_them() -> None:
         "ignore_patterns": ["a", "b"],
         "hf_token": True,
     }
+    assert (
+        typed({"device_ids": "2,3"}) == {"device_ids": [2, 3]} and engine_arguments()["device_ids"] == "value"
+    )
     assert typed({"hf_token": "hf_abc", "ignore_patterns": "a"}) == {
         "hf_token": "hf_abc",
         "ignore_patterns": ["a"],
