@@ -96,6 +96,7 @@ from gateway.settings.config import MIB, Config, ConfigError
 from gateway.settings.logs import texts_are_ours
 from gateway.settings.lora_modules import parse_lora_modules
 from gateway.settings.priorities import parse_weights
+from gateway.settings.sources import is_template
 from gateway.tools.toolbox import toolbox_of
 from gateway.turns.turns import Turns
 from kvtiers.closing import going_on
@@ -136,10 +137,12 @@ def detect_device() -> Device:
 
 def node_config(config: Config) -> LocalNodeConfig:
     """Return the node's part of the settings. Raises ConfigError for a chat template that cannot be read."""
+    template = config.chat_template
     try:
-        template = config.chat_template.read_text() if config.chat_template is not None else None
+        if template is not None and not is_template(template):
+            template = Path(template).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"chat_template: cannot read {config.chat_template}: {error}") from error
+        raise ConfigError(f"chat_template: cannot read {template}: {error}") from error
     return LocalNodeConfig(
         engine=msgspec.structs.replace(engine_config(config), chat_template=template),
         adapters=parse_lora_modules(config.lora_modules),

@@ -21,7 +21,7 @@ from gateway.packages import installed, vllm
 from gateway.settings.config import SETTINGS, Config
 from gateway.settings.declared import GROUPS, Setting
 from gateway.settings.sources import load_config
-from gateway.settings.vllm_flags import FlagRefusal, translate
+from gateway.settings.vllm_flags import FlagRefusal, nearest, translate
 from overture_client import __version__
 from overture_client.chat_command import chat
 from overture_client.completion_command import completion
@@ -31,6 +31,7 @@ EXIT_USAGE = 2  # as click has it
 _METAVARS = {
     "api_keys": "KEY",
     "body_timeout_s": "SECONDS",
+    "chat_template": "FILE",
     "cluster_cert": "FILE",
     "cluster_host": "ADDRESS",
     "cluster_key": "FILE",
@@ -98,6 +99,9 @@ class SettingsCommand(click.Command):
             return super().parse_args(ctx, translate(args, own, engine_arguments, needs_model=takes_model))
         except FlagRefusal as error:
             raise click.UsageError(f"{error} (docs/from-vllm.md)", ctx) from error
+        except click.NoSuchOption as error:
+            meant = nearest(error.option_name, own, engine_arguments)
+            raise click.NoSuchOption(error.option_name, possibilities=meant, ctx=ctx) from error
 
     def get_help_option(self, ctx: click.Context) -> click.Option:
         """Return `--help`, behind which a group of settings may stand."""

@@ -75,7 +75,7 @@ def check_config(config: dict[str, Any], max_rank: int, engine_check: CheckConfi
         except (ValueError, TypeError, RecursionError) as error:
             raise bad_config(f"the engine cannot read it ({str(error)[:MAX_PHRASE_CHARS]}).") from error
     if phrases:
-        texts = [phrase[:MAX_PHRASE_CHARS] for phrase in phrases[:MAX_PHRASES]]
+        texts = [phrase[:MAX_PHRASE_CHARS].rstrip(".") for phrase in phrases[:MAX_PHRASES]]
         raise AdapterRejected(
             f"This adapter uses what is not supported: {'; '.join(texts)}.", code="unsupported_option"
         )

@@ -69,8 +69,13 @@ def _best_form(forms: Sequence[Sequence[tuple[Sequence[Any], Error]]]) -> list[E
     if not objects:
         return [error for found in forms for _, error in found]
     best = min(objects, key=_misfit)
-    if not any(map(_is_tag, best)):
+    num_tags = sum(map(_is_tag, best))
+    if num_tags == 0:
         return best
+    # Several forms of one name, which pydantic tells as one: what is there and does not fit belongs to the form that was meant.
+    meant = [error for error in best if not _is_tag(error) and error["type"] != "missing"]
+    if len(objects) == 1 and num_tags > 1 and meant:
+        return meant
     return [error for found in objects for error in found if _is_tag(error)]
 
 

@@ -21,8 +21,9 @@ RULED_OUT: Mapping[str, str] = {
     for names, why in (
         (
             "pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size data_parallel_size "
-            "data_parallel_size_local data_parallel_rank data_parallel_backend distributed_executor_backend nnodes node_rank master_addr "
-            "master_port worker_cls worker_extension_cls",
+            "data_parallel_size_local data_parallel_rank data_parallel_start_rank data_parallel_address data_parallel_rpc_port "
+            "data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb data_parallel_backend "
+            "distributed_executor_backend nnodes node_rank master_addr master_port worker_cls worker_extension_cls",
             f"{_ONE_MACHINE}. For several engines give --nodes N, each with devices of its own",
         ),
         (

@@ -26,6 +26,8 @@ CPU_KV_CACHE_BYTES = GIB
 CPU_NUM_SEQS = 64
 # The least that vLLM chooses on a GPU: 256 to 1,024, by the GPU's memory. Source: vLLM 0.32, EngineArgs.get_batch_defaults.
 LEAST_GPU_NUM_SEQS = 256
+# As max_model_len vLLM takes it for the longest context that its KV cache has room for, up to the model's own.
+WHATEVER_FITS = -1
 
 Positive = Annotated[int, Meta(ge=1)]
 PositiveNumber = Annotated[float, Meta(gt=0)]
@@ -74,8 +76,10 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     ] = "auto"
     dtype: Annotated[Dtype, in_model("Type of the weights and activations.")] = "auto"
     max_model_len: Annotated[
-        Positive | None,
-        in_model("Longest prompt and answer together, in tokens; unset: what the model allows."),
+        Positive | Literal["auto"] | None,
+        in_model(
+            "Longest prompt and answer together, in tokens; unset: what the model allows; auto: as much of that as the KV cache holds."
+        ),
     ] = None
     seed: Annotated[int, in_model("Seed of sampling.", ge=0)] = 0
 

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from engine_bridge.driver.vllm_api.argument_names import parser_names
 from engine_bridge.settings.engine_arguments import named
 from engine_bridge.settings.engine_config import kv_cache_bytes
 from engine_bridge.settings.machine import Machine, look
@@ -131,6 +132,7 @@ def examine(config: Config, vllm_source: Path | None = None) -> Diagnosis:
     problems = [
         *remedies.about_vllm(failure, matter, device, is_checkout=IS_CHECKOUT),
         *remedies.about_device(device, machine, build, config.tensor_parallel_size, is_checkout=IS_CHECKOUT),
+        *remedies.about_parsers(_parsers(config), parser_names()),
         *remedies.about_model(model),
         *remedies.about_memory(device, machine, model, kv_cache_bytes(config.kv_cache_gib, device) or 0),
         *remedies.about_refusal(answer.get("why", ""), answer.get("remedy", "")),
@@ -186,12 +188,17 @@ def at_start(config: Config) -> tuple[list[DoctorFinding], list[DoctorFinding]]:
     )
     problems += [
         *remedies.about_device(device, machine, build, config.tensor_parallel_size, is_checkout=IS_CHECKOUT),
+        *remedies.about_parsers(_parsers(config), parser_names()),
         *remedies.about_model(model),
         *remedies.about_hub(model, is_offline=is_offline),
         *remedies.about_memory(device, machine, model, kv_bytes),
     ]
     known = (device, machine, build, model, kv_bytes, config.kv_host_gib)
     return problems, list(remedies.advice(*known, is_checkout=IS_CHECKOUT))
+
+
+def _parsers(config: Config) -> dict[str, str]:
+    return {"tool": config.tool_parser, "reasoning": config.reasoning_parser}
 
 
 def _detected_device() -> str:

@@ -5,12 +5,14 @@ Pure: nothing here looks at the machine. Each finding names a command or a setti
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
 
 from engine_bridge.settings.machine import Machine
+from engine_bridge.settings.parser_choice import AUTO, NONE
 from gateway.packages import CPU_BUILD
 
 GIB = 1 << 30
@@ -137,6 +139,19 @@ def about_model(model: ModelFacts) -> Iterator[DoctorFinding]:
         )
 
 
+def about_parsers(wished: Mapping[str, str], known: Mapping[str, Sequence[str]]) -> Iterator[DoctorFinding]:
+    """Return why a parser that was set cannot be used. wished, known: the setting and vLLM's names, by "tool" and "reasoning"."""
+    for kind, name in wished.items():
+        if name not in (AUTO, NONE, "", *known.get(kind, (name,))):
+            close = difflib.get_close_matches(name, known[kind], n=1)
+            yield DoctorFinding(
+                problem=f"--{kind}-parser {name}: vLLM has no such parser",
+                remedy=f"--{kind}-parser {close[0]}"
+                if close
+                else f"give one of {', '.join(known[kind])}; or {AUTO}, or {NONE}",
+            )
+
+
 def about_hub(model: ModelFacts, *, is_offline: bool) -> Iterator[DoctorFinding]:
     """Return why a model cannot come from the hub. is_offline: the environment forbids to ask the hub."""
     if not model.is_path and not model.is_cached and is_offline:
@@ -165,6 +180,10 @@ _START_ERRORS = (
     (
         "longer than the maximum model length",
         "raise --max-model-len: an answer takes a prompt of one token at least",
+    ),
+    (
+        "Unknown quantization method",
+        "vLLM has no such quantisation on this device: serve the model's plain weights, or some that are quantised in another way",
     ),
     ("greater than the derived max_model_len", "lower --max-model-len to what the model was made for"),
     (

@@ -155,7 +155,8 @@ class Config(ToolSettings, frozen=True, kw_only=True):
     ] = ""
 
     chat_template: Annotated[
-        Path | None, in_model("Jinja file to use in place of the model's own template.")
+        NonEmpty | None,
+        in_model("Jinja file, or a template in one line, to use in place of the model's own template."),
     ] = None
     default_chat_template_kwargs: Annotated[
         NonEmpty | None,

@@ -117,9 +117,11 @@ def expected(kind: msgspec.inspect.Type) -> str:
     """Return the values that a type allows, for error texts."""
     match kind:
         case msgspec.inspect.LiteralType(values=values):
-            return "one of " + ", ".join(str(value) for value in values)
+            return ("one of " if len(values) > 1 else "") + ", ".join(str(value) for value in values)
         case msgspec.inspect.UnionType(types=types):
-            return expected(next(part for part in types if not isinstance(part, msgspec.inspect.NoneType)))
+            return ", or ".join(
+                expected(each) for each in types if not isinstance(each, msgspec.inspect.NoneType)
+            )
         case msgspec.inspect.VarTupleType():
             return "a list of non-empty strings"
         case msgspec.inspect.IntType():

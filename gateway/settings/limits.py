@@ -33,7 +33,7 @@ class LimitSettings(EngineSettings, frozen=True, kw_only=True):
     max_logit_bias: Annotated[
         int, in_limits("Most entries of logit_bias, and of token ids to stop at.", ge=1)
     ] = 1024
-    max_logprobs: Annotated[
+    max_answer_logprobs: Annotated[
         int, in_limits("Most log probabilities in one answer that is not streamed.", ge=1)
     ] = 20_000
     max_grammar_kib: Annotated[

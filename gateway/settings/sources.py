@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 DEFAULT_CONFIG_FILE = "overture.toml"
 # Read by `overture chat` and by `--config`, so they are no misspelt settings.
 OTHER_ENV_NAMES = frozenset({"OVERTURE_URL", "OVERTURE_API_KEY", "OVERTURE_CONFIG"})
+# The key of `vllm serve`, where none is given by a setting: whoever comes from there has a server that is closed, and it stays closed.
+_VLLM_KEY = "VLLM_API_KEY"
+_NAMES_OF_KEYS = ("api_keys", "operator_keys", "api_key_file")
 _MODULE_AND_NAME = re.compile(r"[\w.]+:[\w.]+")
 _HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}")
 _HEADER = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -81,6 +84,8 @@ def load_config(
         for name, (value, source) in layer.items():
             values[name] = value
             sources[name] = source
+    if (key := environ.get(_VLLM_KEY)) and not any(values.get(name) for name in _NAMES_OF_KEYS):
+        values["api_keys"], sources["api_keys"] = (key,), f"env {_VLLM_KEY}"
     config = Config(**values, sources=sources)
     _check(config)
     if needs_key_file:
@@ -94,7 +99,6 @@ def _check(config: Config) -> None:
     _check_engine(config)
     _check_embeddings(config)
     for name in (
-        "chat_template",
         "cluster_cert",
         "cluster_key",
         "oidc_client_secret_file",
@@ -102,6 +106,9 @@ def _check(config: Config) -> None:
         "ssl_keyfile",
     ):
         _check_is_file(config, name)
+    template = config.chat_template
+    if template is not None and not is_template(template) and not Path(template).is_file():
+        raise ConfigError(f"chat_template: there is no file {template} ({config.sources['chat_template']})")
     if (
         "adapters_dir" in config.sources
         and config.adapters_dir is not None
@@ -171,6 +178,11 @@ def _check_key_file(config: Config) -> None:
                 f"{name}: people stand in a key file, so name one with api_key_file; "
                 "`overture users add NAME --operator --key-file FILE` makes it"
             )
+
+
+def is_template(text: str) -> bool:
+    """Return whether a value of `chat_template` is the template itself, not the path of a file that holds one."""
+    return "{" in text
 
 
 def _check_is_file(config: Config, name: str, remedy: str = "") -> None:
@@ -320,6 +332,9 @@ def _from_file(config_file: str | os.PathLike[str] | None, environ: Mapping[str,
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
+    if path.suffix in (".yaml", ".yml"):
+        why = "is vLLM's; give its lines as flags, `max-model-len: 4096` as --max-model-len 4096, or as TOML, max_model_len = 4096"
+        raise ConfigError(f"{path}: a config file in YAML {why}")
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -374,6 +389,8 @@ def _convert(setting: Setting, raw: Any, where: str, base: Path, *, strict: bool
         return base / value
     if setting.name in ("model", "embedding_model"):
         return _find_model(value, base)
+    if setting.name == "chat_template" and value is not None and not is_template(value):
+        return str(base / Path(value).expanduser())
     return value
 
 

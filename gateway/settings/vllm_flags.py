@@ -7,10 +7,12 @@ is taken by vLLM's name, as `--engine-arg`.
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 from engine_bridge.settings.engine_arguments import RULED_OUT
 
@@ -19,6 +21,7 @@ RENAMED: Mapping[str, str] = {
     "--tool-call-parser": "--tool-parser",
     "--uvicorn-log-level": "--log-level",
     "--otlp-traces-endpoint": "--otlp-endpoint",
+    "--device-memory-utilization": "--gpu-memory-utilization",
     "-q": "--quantization",
 }
 # vLLM's -> ours, where vLLM takes several values behind one flag, or a JSON list. Ours is repeated.
@@ -27,10 +30,12 @@ SEVERAL: Mapping[str, str] = {
     "--allowed-origins": "--cors-origin",
     "--allowed-media-domains": "--allow-image-host",
 }
-# A flag that has one value here, -> ours for the further values that vLLM takes behind it.
-FURTHER: Mapping[str, str] = {"--served-model-name": "--served-model-alias"}
+# A flag that has one value here -> ours for the further values that vLLM takes behind it.
+FURTHER: Mapping[str, str] = {"--served-model-name": "--served-model-alias", "--api-key": "--api-key"}
 # vLLM's -> ours, which has the number of pictures alone: neither audio nor video is taken.
 LIMITS: Mapping[str, str] = {"--limit-mm-per-prompt": "--max-images"}
+# A switch of vLLM's -> our flag and its value.
+INSTEAD: Mapping[str, str] = {"--no-enable-lora": "--adapters=off"}
 # Flags for behaviour that this server always has. They are dropped.
 ALWAYS: Mapping[str, str] = {
     "--enable-lora": "adapters are served wherever the model can have them: see --adapters",
@@ -60,7 +65,13 @@ _LARGE_NUMBERS = frozenset(("--max-model-len", "--max-num-batched-tokens"))
 _LARGE_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kKmM])")
 _UNITS = {"k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
 # vLLM's other words for values of flags that have the same name here.
-_SAME_VALUES: Mapping[str, Mapping[str, str]] = {"--dtype": {"half": "float16", "float": "float32"}}
+_SAME_VALUES: Mapping[str, Mapping[str, str]] = {
+    "--dtype": {"half": "float16", "float": "float32"},
+    "--log-level": {"critical": "error", "trace": "debug"}
+    | {level.upper(): level for level in ("debug", "info", "warning", "error")}
+    | {"CRITICAL": "error"},
+    "--max-model-len": {"-1": "auto"},
+}
 # Flags of vLLM's server, not of its engine, that are refused, with the reason.
 REFUSED: Mapping[str, str] = {
     "--no-enable-chunked-prefill": "long prompts are cut into parts by how long a step takes: see --max-step-ms",
@@ -86,19 +97,75 @@ REFUSED: Mapping[str, str] = {
     "--h11-max-incomplete-event-size": "what a request may hold is set by the group Limits of the help",
     "--h11-max-header-count": "what a request may hold is set by the group Limits of the help",
     "--response-role": "answers have the role that the API gives them, assistant",
+    "--chat-template-content-format": "the form of contents is found out from the chat template",
+    "--trust-request-mm-kwargs": "how pictures are read is the operator's to set: see --engine-arg mm_processor_kwargs",
+    "--exclude-tools-when-tool-choice-none": "tools stay in the prompt, where they were cached; a call that leaves out `tools` has none",
+    "--tool-strict-level": "how calls are held to schemas follows the tool_choice of the request",
+    "--enable-log-deltas": "answers are never logged",
+    "--anthropic-disabled-thinking-effort": "it is found out from the chat template",
+    "--enable-scale-out": "prompts are rendered where they are answered; for several engines give --nodes",
+    "--grpc-port": "the server speaks HTTP and websockets",
+    "--enable-flash-late-interaction": "the model generates text; one for embeddings comes beside it: --embedding-model",
+} | {
+    flag: why
+    for flags, why in (
+        ("--cohere-is-reasoning-model --cohere-format", "Cohere's API is not served"),
+        (
+            "--fingerprint-mode --fingerprint-value",
+            "system_fingerprint has the version and a digest of the settings",
+        ),
+        (
+            "--data-parallel-supervisor-port --dp-supervisor-probe-interval-s --dp-supervisor-probe-timeout-s "
+            "--dp-supervisor-probe-failure-threshold",
+            "one process serves all connections here; for several engines give --nodes",
+        ),
+    )
+    for flag in flags.split()
 }
 SHORT: Mapping[str, str] = {
     "-tp": "--tensor-parallel-size",
     "-pp": "--pipeline-parallel-size",
+    "-dcp": "--decode-context-parallel-size",
+    "-pcp": "--prefill-context-parallel-size",
     "-dp": "--data-parallel-size",
+    "-dpn": "--data-parallel-rank",
+    "-dpr": "--data-parallel-start-rank",
+    "-dpl": "--data-parallel-size-local",
+    "-dpa": "--data-parallel-address",
+    "-dpp": "--data-parallel-rpc-port",
+    "-dpb": "--data-parallel-backend",
+    "-n": "--nnodes",
+    "-r": "--node-rank",
+    "-asc": "--api-server-count",
+    "-dph": "--data-parallel-hybrid-lb",
+    "-dpe": "--data-parallel-external-lb",
+    "-dpm": "--data-parallel-multi-port-external-lb",
+    "-dc": "--diffusion-config",
     "-ep": "--enable-expert-parallel",
+    "-ac": "--attention-config",
+    "-cc": "--compilation-config",
+    "-sc": "--speculative-config",
 }
-# Values of ruled out arguments that describe this server's behaviour, and are therefore accepted.
+# vLLM's -O3, -O=3 or -O 3. -> its flag with a name.
+_LEVEL = re.compile(r"-O(?:=?(\w+))?")
+# One field of a flag that has a JSON object, such as --compilation-config.mode=3. -> the flag, the field, the value behind "=".
+_FIELD = re.compile(r"(--?[A-Za-z][\w-]*)\.([^=]+)(?:=(.*))?", re.DOTALL)
+# Values of refused flags and ruled out arguments that describe this server's behaviour, and are therefore accepted.
 _HARMLESS: Mapping[str, tuple[str, ...]] = {
     "runner": ("auto", "generate"),
     "distributed_executor_backend": ("uni",),
     "convert": ("auto", "none"),
+    "api_server_count": ("1",),
+    "response_role": ("assistant",),
+    "chat_template_content_format": ("auto",),
+    "tool_strict_level": ("auto",),
+    "anthropic_disabled_thinking_effort": ("auto",),
+    "fingerprint_mode": ("full",),
 } | {name: ("1",) for name in RULED_OUT if name.endswith("_parallel_size") or name == "nnodes"}
+
+
+# Of two flags, 0 to 1: how alike they are at least when one is taken for the other, mistyped. Chosen: a letter or a word's end; no other word.
+_LIKENESS = 0.8
 
 
 class FlagRefusal(ValueError):
@@ -120,14 +187,14 @@ class _Flag(NamedTuple):
         return cls(SHORT.get(name, name), value if is_given else None)
 
 
-Arguments = Callable[[], Mapping[str, bool]]
-"""Returns the names of vLLM's engine arguments, each with whether it is a switch; asked only for a flag that nothing else explains."""
+Arguments = Callable[[], Mapping[str, str]]
+"""Returns the names of vLLM's engine arguments, each with its `argument_names.Kind`; asked only for a flag that nothing else explains."""
 
 
 def translate(
     words: Iterable[str],
     own: Iterable[str] = (),
-    arguments: Arguments = dict[str, bool],
+    arguments: Arguments = dict[str, str],
     *,
     needs_model: bool = False,
 ) -> list[str]:
@@ -143,7 +210,7 @@ def translate(
     Raises:
         FlagRefusal: a flag that has no meaning here.
     """
-    left, made, ours = list(words), list[str](), frozenset(own)
+    left, made, ours = _whole(words), list[str](), frozenset(own)
     if needs_model:
         needs_model = left[:1] == [] or left[0].startswith("-")
         needs_model &= not any(_Flag.of(word).name == "--model" for word in left)
@@ -166,9 +233,46 @@ def translate(
     return made
 
 
+def nearest(flag: str, own: Iterable[str], arguments: Arguments) -> list[str]:
+    """Return the one flag that a mistyped one may have been, of ours and of vLLM's; none where all are unlike it."""
+    known = [*own, *RENAMED, *SEVERAL, *LIMITS, *ALWAYS, *REFUSED]
+    known += [f"--{name.replace('_', '-')}" for name in arguments()]
+    return difflib.get_close_matches(flag, known, n=1, cutoff=_LIKENESS)
+
+
+def _whole(words: Iterable[str]) -> list[str]:
+    """Return the line with each flag of vLLM's in one form: -O3 by its name, and the fields of a JSON object together, at the line's end."""
+    left, made, objects = list(words), list[str](), dict[str, dict[str, Any]]()
+    while left and left[0] != "--":
+        word = left.pop(0)
+        if (level := _LEVEL.fullmatch(word)) is not None and (level[1] or left):
+            made.append(f"--optimization-level={level[1] or left.pop(0)}")
+        elif (field := _FIELD.fullmatch(word)) is not None and (field[3] is not None or left):
+            fields = objects.setdefault(_Flag.of(field[1]).name, {})
+            *outer, last = field[2].split(".")
+            for name in outer:
+                deeper = fields.get(name)
+                fields[name] = deeper if isinstance(deeper, dict) else {}
+                fields = fields[name]
+            fields[last] = _plain(field[3] if field[3] is not None else left.pop(0))
+        else:
+            made.append(word)
+    return [*made, *(f"{name}={json.dumps(fields)}" for name, fields in objects.items()), *left]
+
+
+def _plain(value: str) -> Any:
+    """Return what a field's text means: JSON, or a number such as 32k, or the text itself."""
+    for text in (value, str(_large(value))):
+        with suppress(json.JSONDecodeError):
+            return json.loads(text)
+    return value
+
+
 def _translated(flag: _Flag, left: list[str], own: frozenset[str], arguments: Arguments) -> list[str]:
     """Translate one flag; its values are taken from `left`."""
     name, value = flag
+    if name in INSTEAD:
+        return [INSTEAD[name]]
     if name in ALWAYS:
         if value is None and name in _ALWAYS_WITH_VALUE:
             _taken(left)
@@ -182,36 +286,53 @@ def _translated(flag: _Flag, left: list[str], own: frozenset[str], arguments: Ar
     if name in RENAMED:
         name = RENAMED[name]
     elif name not in own:
-        if name in REFUSED:
-            raise FlagRefusal(f"{name}: {REFUSED[name]}")
-        argument = name.lstrip("-").replace("-", "_").removeprefix("no_")
-        if argument in RULED_OUT:
-            given = value if value is not None else next(iter(left), "")
-            if given not in _HARMLESS.get(argument, ()):
-                raise FlagRefusal(f"{name}: {RULED_OUT[argument]}")
-            if value is None:
-                left.pop(0)
+        if _changes_nothing(flag, left):
             return []
         if (pair := _as_argument(flag, left, arguments())) is not None:
             return ["--engine-arg", pair]
     if value is None and left and (name in _LARGE_NUMBERS or name in _SAME_VALUES):
         value = left.pop(0)
+    if value is not None:
+        value = _SAME_VALUES.get(name, {}).get(value, value)
     if name in _LARGE_NUMBERS:
         value = _large(value)
-    elif value is not None:
-        value = _SAME_VALUES.get(name, {}).get(value, value)
     return [name if value is None else f"{name}={value}"]
 
 
-def _as_argument(flag: _Flag, left: list[str], arguments: Mapping[str, bool]) -> str | None:
-    """Return an engine argument of vLLM's as NAME=VALUE, whose value is taken from `left`; None for a flag that is none."""
+def _changes_nothing(flag: _Flag, left: list[str]) -> bool:
+    """Return whether a flag says what is so anyway; its value is taken from `left`. Raises FlagRefusal for one that says what cannot be."""
+    switch = flag.name.replace("--no-", "--", 1)
+    argument = switch.removeprefix("--").replace("-", "_")
+    if switch != flag.name and flag.name not in REFUSED:
+        if switch in ALWAYS:
+            raise FlagRefusal(f"{flag.name}: {ALWAYS[switch]}")
+        return switch in REFUSED or argument in RULED_OUT
+    why = REFUSED.get(flag.name, RULED_OUT.get(argument))
+    if why is None:
+        return False
+    given = flag.value if flag.value is not None else next(iter(left), "")
+    if given not in _HARMLESS.get(argument, ()):
+        raise FlagRefusal(f"{flag.name}: {why}")
+    if flag.value is None:
+        left.pop(0)
+    return True
+
+
+def _as_argument(flag: _Flag, left: list[str], arguments: Mapping[str, str]) -> str | None:
+    """Return an engine argument of vLLM's as NAME=VALUE, whose values are taken from `left`; None for a flag that is none, or lacks its value."""
     name = flag.name.removeprefix("--").replace("-", "_")
-    switch = name.removeprefix("no_")
-    if arguments.get(switch) and flag.value is None:
+    switch, kind = name.removeprefix("no_"), arguments.get(name)
+    if flag.value is not None and kind is not None:
+        return f"{name}={flag.value}"
+    if arguments.get(switch) == "switch":
         return f"{switch}={str(switch == name).lower()}"
-    if name not in arguments or (flag.value is None and not left):
-        return None
-    return f"{name}={flag.value if flag.value is not None else left.pop(0)}"
+    if kind == "values":
+        values = _taken(left)
+    else:
+        values = [left.pop(0)] if kind is not None and left and not left[0].startswith("--") else []
+    if not values:
+        return f"{name}=true" if kind == "value or none" else None
+    return f"{name}={values[0] if len(values) == 1 else json.dumps(values)}"
 
 
 def _images_of(value: str | None) -> int | None:

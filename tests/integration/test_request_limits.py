@@ -118,10 +118,10 @@ async def test_too_many_log_probabilities_come_only_in_a_stream(
     http: Http, node: SharedNode, monkeypatch: Patch
 ) -> None:
     client = node._client
-    monkeypatch.setattr(client, "limits", type(client.limits)(max_logprobs=100))
+    monkeypatch.setattr(client, "limits", type(client.limits)(max_answer_logprobs=100))
     body = BODY | {"logprobs": True, "top_logprobs": 5, "max_tokens": 20, "ignore_eos": True}
-    assert "max_logprobs" in (await told(http.post(CHAT, json=body), 400))["error"]["message"]
-    assert "max_logprobs" not in await told(http.post(CHAT, json=body | {"stream": True}))
+    assert "max_answer_logprobs" in (await told(http.post(CHAT, json=body), 400))["error"]["message"]
+    assert "max_answer_logprobs" not in await told(http.post(CHAT, json=body | {"stream": True}))
 
 
 async def test_a_failure_of_the_server_is_told_without_its_insides_and_logged_with_them(

@@ -7,10 +7,7 @@ from typing import Any
 from engine_bridge.driver.engine.building import engine_args
 from engine_bridge.driver.engine.model_facts import configuration_of
 from engine_bridge.policy.limits.model_support import UnusableModel
-from engine_bridge.settings.engine_config import EngineConfig
-
-# vLLM then takes the longest context that its KV cache has room for, up to the model's own.
-WHATEVER_FITS = -1
+from engine_bridge.settings.engine_config import WHATEVER_FITS, EngineConfig
 
 
 class EmbeddingDriver:

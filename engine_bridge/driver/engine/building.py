@@ -14,7 +14,7 @@ from engine_bridge.driver.vllm_api.features import EMBEDS_TOKEN, HALF_CHARACTERS
 from engine_bridge.driver.vllm_api.start import Off
 from engine_bridge.policy.limits.cores import cores_of_ranks
 from engine_bridge.settings.engine_arguments import named, without_effect
-from engine_bridge.settings.engine_config import EngineConfig
+from engine_bridge.settings.engine_config import WHATEVER_FITS, EngineConfig
 
 if TYPE_CHECKING:
     from engine_bridge.driver.kv.kv_tiers import KvTiers
@@ -167,7 +167,7 @@ def engine_args(config: EngineConfig, tiers: KvTiers | None, off: Off = frozense
         "disable_log_stats": not config.log_stats,
         "seed": config.seed,
         "block_size": config.block_size or (CPU_BLOCK_SIZE_TOKENS if on_cpu else None),
-        "max_model_len": config.max_model_len,
+        "max_model_len": WHATEVER_FITS if config.max_model_len == "auto" else config.max_model_len,
         "num_gpu_blocks_override": config.num_kv_blocks,
         "kv_cache_memory_bytes": config.kv_cache_bytes,
         "use_tqdm_on_load": False,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
+from engine_bridge.driver.vllm_api.argument_names import engine_arguments
 from engine_bridge.protocol.errors import InvalidRequest
 
 
@@ -28,7 +31,8 @@ def typed(given: Mapping[str, str]) -> dict[str, Any]:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f" (did you mean {close[0]}?)" if close else ""
             raise InvalidRequest(f"--engine-arg: vLLM has no engine argument {name!r}{hint}")
-        line += _words(name, value, takes_value=known[name].type not in (bool, bool | None))
+        values = _values(value) if engine_arguments()[name] == "values" else [value]
+        line += _words(name, values, known[name].type)
     try:
         made, rest = parser.parse_known_args(line)
     except (Exception, SystemExit) as error:  # argparse exits for some mistakes whatever its settings are
@@ -38,11 +42,20 @@ def typed(given: Mapping[str, str]) -> dict[str, Any]:
     return {name: getattr(made, name) for name in given}
 
 
-def _words(name: str, value: str, *, takes_value: bool) -> list[str]:
+def _values(value: str) -> list[str]:
+    """Return the entries of a JSON list, or the value alone."""
+    with contextlib.suppress(json.JSONDecodeError):
+        found = json.loads(value)
+        if isinstance(found, list) and found:
+            return [str(entry) for entry in found]
+    return [value]
+
+
+def _words(name: str, values: list[str], kind: Any) -> list[str]:
     """Return an argument as it is written on vLLM's command line. A switch is --name or --no-name there. Raises InvalidRequest."""
-    flag = name.replace("_", "-")
-    if takes_value:
-        return [f"--{flag}", value]
-    if value.lower() not in ("true", "false", "1", "0"):
-        raise InvalidRequest(f"--engine-arg: {name} is true or false, got {value!r}")
-    return [f"--{flag}" if value.lower() in ("true", "1") else f"--no-{flag}"]
+    flag, is_true = name.replace("_", "-"), values[0].lower() in ("true", "1")
+    if kind not in (bool, bool | None):
+        return [f"--{flag}"] if is_true and bool in get_args(kind) else [f"--{flag}", *values]
+    if not is_true and values[0].lower() not in ("false", "0"):
+        raise InvalidRequest(f"--engine-arg: {name} is true or false, got {values[0]!r}")
+    return [f"--{flag}" if is_true else f"--no-{flag}"]

@@ -21,6 +21,7 @@ import msgspec
 from engine_bridge.driver.in_process import revision_of
 from engine_bridge.driver.kv.layer_groups import LayerFacts
 from engine_bridge.policy.kv.kv_layout import KvLayout
+from engine_bridge.settings.engine_config import WHATEVER_FITS
 from kvtiers.keys import BlockShape, Namespace
 from kvtiers.weights import folder_revision
 
@@ -117,10 +118,10 @@ def arguments_that_count(args: Any, environ: Mapping[str, str] = ENVIRONMENT) ->
     """
     found = {}
     for each in dataclasses.fields(args):
-        if each.name in HARMLESS_ARGUMENTS:
-            continue
         value, default = _plain(getattr(args, each.name)), _plain(_default_of(each))
-        if value != default:
+        # Layers that choose their positions by the longest context do so before it is fitted to the memory.
+        is_fitted = each.name == "max_model_len" and value == WHATEVER_FITS
+        if value != default and (is_fitted or each.name not in HARMLESS_ARGUMENTS):
             found[each.name] = value
     return found | {name: value for name, value in environ.items() if _is_counted(name)}
 

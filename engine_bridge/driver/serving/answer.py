@@ -133,13 +133,13 @@ class Answer:
 
     def _check_logprobs(self, output: RequestOutput) -> None:
         """Refuse more log probabilities than a whole answer may have: vLLM formats them all at once, and all other requests wait for that."""
-        sampling, most = self._request.sampling_params, self._client.limits.max_logprobs
+        sampling, most = self._request.sampling_params, self._client.limits.max_answer_logprobs
         positions = len(output.prompt_logprobs or ()) * ((sampling.prompt_logprobs or 0) + 1)
         for completion in output.outputs:
             positions += len(completion.logprobs or ()) * ((sampling.logprobs or 0) + 1)
         self._call.num_logprobs += positions
         if self._call.num_logprobs > most:
             raise VLLMValidationError(
-                f"The answer has more than {most:,} log probabilities (max_logprobs). Ask for a stream, "
+                f"The answer has more than {most:,} log probabilities (max_answer_logprobs). Ask for a stream, "
                 "for fewer tokens or for fewer log probabilities."
             )

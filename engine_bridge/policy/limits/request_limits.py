@@ -40,7 +40,7 @@ class RequestLimits(Struct, frozen=True, kw_only=True):
     max_stop_strings: int = 64
     max_bad_words: int = 256
     max_logit_bias: int = 1024
-    max_logprobs: int = 20_000
+    max_answer_logprobs: int = 20_000
     max_grammar_kib: int = 256
     max_grammar_rules: int = 2000
     max_schema_values: int = 10_000

@@ -57,7 +57,7 @@ class Client:
     def __init__(self, failure: Exception | None = None) -> None:
         self.failure = failure
         self.log: list[tuple[str, bool]] = []
-        self.limits = SimpleNamespace(max_logprobs=100)
+        self.limits = SimpleNamespace(max_answer_logprobs=100)
 
     async def queue(self, unique_id: str, *args: Any, **options: Any) -> None:
         self.log.append((f"queued {unique_id}", True))

@@ -1,3 +1,4 @@
+import contextlib
 import importlib
 import json
 import os
@@ -11,11 +12,13 @@ from engine_bridge.driver.engine import building
 from engine_bridge.driver.engine.building import engine_args
 from engine_bridge.driver.engine.engine_arguments import typed
 from engine_bridge.driver.engine.model_facts import configuration_of, missing_operation, told
+from engine_bridge.driver.vllm_api.argument_names import engine_arguments
 from engine_bridge.policy.limits.model_support import UnusableModel
 from engine_bridge.protocol.errors import InvalidRequest
 from engine_bridge.settings.engine_arguments import parse, without_effect
 from engine_bridge.settings.engine_config import EngineConfig
-from gateway.settings.config import DEMO_MODEL_DIR
+from gateway.settings.config import DEMO_MODEL_DIR, SETTINGS
+from gateway.settings.vllm_flags import FURTHER, FlagRefusal, translate
 
 
 def demo(**settings: Any) -> EngineConfig:
@@ -25,11 +28,45 @@ def demo(**settings: Any) -> EngineConfig:
     )
 
 
+def test_every_flag_of_vllm_serve_is_taken_or_refused_with_a_reason() -> None:
+    """`--config` and the help are each program's own."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    own = {setting.flag for setting in SETTINGS} | {
+        f"--no-{setting.name.replace('_', '-')}" for setting in SETTINGS
+    }
+    known, unknown = own | {"--engine-arg", "--config", "--help", "-h", *FURTHER.values()}, []
+    for action in make_arg_parser(FlexibleArgumentParser())._actions:
+        for flag in action.option_strings:
+            line = [flag] if action.nargs == 0 else [flag, '{"image": 1}' if "limit-mm" in flag else "1"]
+            with contextlib.suppress(FlagRefusal):
+                unknown += [
+                    word
+                    for word in translate(line, own, engine_arguments)
+                    if word.startswith("-") and word.partition("=")[0] not in known
+                ]
+    assert not unknown
+
+
 def test_values_have_the_types_that_vllm_gives_them() -> None:
     given = ["cpu-offload-gb=4", 'hf_overrides={"a": 1}', "disable_cascade_attn=true", "enable-eplb=0"]
     found = {"cpu_offload_gb": 4.0, "hf_overrides": {"a": 1}}
     found |= {"disable_cascade_attn": True, "enable_eplb": False}
     assert typed(parse([*given, "load_format=dummy"], {})) == found | {"load_format": "dummy"}
+    several = {"cudagraph_capture_sizes": "[1, 2]", "ignore_patterns": '["a", "b"]', "hf_token": "true"}
+    assert typed(several) == {
+        "cudagraph_capture_sizes": [1, 2],
+        "ignore_patterns": ["a", "b"],
+        "hf_token": True,
+    }
+    assert (
+        typed({"device_ids": "2,3"}) == {"device_ids": [2, 3]} and engine_arguments()["device_ids"] == "value"
+    )
+    assert typed({"hf_token": "hf_abc", "ignore_patterns": "a"}) == {
+        "hf_token": "hf_abc",
+        "ignore_patterns": ["a"],
+    }
     wrong = {"cpu_offload_gb": "much", "cpu_offload": "4", "enable_eplb": "perhaps"}
     for name, reason in zip(wrong, ("much", "did you mean cpu_offload_gb", "true or false"), strict=True):
         with pytest.raises(InvalidRequest, match=reason):

@@ -35,6 +35,12 @@ def test_sizes_names_and_logging_change_no_key() -> None:
     assert counting() == counting(*arguments, **SIZES, **OTHERS, environ=environ)
 
 
+def test_a_context_that_is_fitted_to_the_memory_shares_no_kv_with_one_that_was_said() -> None:
+    """Some layers choose their positions by the longest context, before it is fitted."""
+    assert engine_args(config_of(max_model_len="auto"), None).max_model_len == -1
+    assert counting(max_model_len="auto") != counting(max_model_len=256) == counting()
+
+
 ROPE = 'hf_overrides={"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}'
 # Where a container service has put others, and what vLLM itself sets while it builds an engine: a node that is started from a process with an engine
 # has these in its environment.

@@ -3,7 +3,7 @@ from typing import Any, Literal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from engine_bridge.calls.invalid_fields import explain
 
@@ -86,6 +86,49 @@ def user(content: Any) -> dict[str, Any]:
 )  # fmt: skip
 def test_the_field_and_what_it_should_be(body: Any, text: str, field: str | None) -> None:
     assert explained(body) == (text, field)
+
+
+class Wrapped(BaseModel):
+    """As vLLM's classes: pydantic calls all of them by the validator that is around them."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def noted(cls, data: Any, handler: Any) -> Any:
+        return handler(data)
+
+
+class OfSchema(Wrapped):
+    type: Literal["schema", "text"]
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class OfTags(Wrapped):
+    type: Literal["tags"]
+    tags: list[str]
+
+
+class OfEnds(Wrapped):
+    type: Literal["tags"]
+    ends: list[str]
+
+
+class Wish(BaseModel):
+    form: OfSchema | OfTags | OfEnds
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ({"type": "schema", "schema": True}, "`form.schema` should be an object."),
+        ({"type": "other"}, "`form.type` should be 'schema' or 'text' or 'tags'."),
+    ],
+)
+def test_forms_that_pydantic_gives_one_name_are_told_apart_by_what_the_body_has(
+    form: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ValidationError) as raised:
+        Wish.model_validate({"form": form})
+    assert explain(raised.value.errors())[0] == text
 
 
 JSON = st.recursive(

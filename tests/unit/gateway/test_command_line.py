@@ -16,7 +16,16 @@ from engine_bridge.driver.vllm_api.argument_names import engine_arguments
 from engine_bridge.settings.engine_arguments import RULED_OUT
 from gateway import cli
 from gateway.settings.config import SETTINGS
-from gateway.settings.vllm_flags import ALWAYS, LIMITS, REFUSED, RENAMED, SEVERAL, FlagRefusal, translate
+from gateway.settings.vllm_flags import (
+    ALWAYS,
+    INSTEAD,
+    LIMITS,
+    REFUSED,
+    RENAMED,
+    SEVERAL,
+    FlagRefusal,
+    translate,
+)
 from overture_client.completion_command import COMPLETE_VARIABLE
 from tests.served import served
 
@@ -124,6 +133,8 @@ VALUES = {
     "--default-chat-template-kwargs": '{"enable_thinking": false}',
     "--speculative-config": '{"method": "ngram"}',
     "--gpu-memory-utilization": "0.5",
+    "--device-memory-utilization": "0.5",
+    "--log-level": "INFO",
     "--chat-template": "demo/model/chat_template.jinja",
 }
 WORDS = ("--host", "--served-model-name", "--api-key", "--reasoning-parser", "--quantization")
@@ -131,6 +142,7 @@ WORDS += ("--kv-cache-dtype", "--revision", "--download-dir")
 SWITCHES = (
     "--enable-prompt-embeds",
     "--enable-sleep-mode",
+    "--enable-expert-parallel",
     "--enforce-eager",
     "--trust-remote-code",
     "--enable-prefix-caching",
@@ -162,16 +174,28 @@ def test_every_flag_of_ours_on_the_page_exists_and_takes_what_vllms_does() -> No
         for (theirs,), (ours,) in rows(heading):
             assert ours in OWN, ours
             value = VALUES.get(theirs, "word" if theirs in WORDS else "1")
-            argv = [theirs] if theirs in SWITCHES else [theirs, value]
+            argv = [theirs] if theirs in (*SWITCHES, *INSTEAD) else [theirs, value]
             if theirs in FILES:  # whose files would have to be there
                 assert translate(argv, OWN) == argv
             else:
                 assert f"flag {ours}\n" in shown(*argv), theirs
 
 
+def test_a_setting_that_is_called_like_an_engine_argument_means_the_same() -> None:
+    """The page says of each that it does; the limit of an answer's log probabilities was once called like vLLM's of a token's."""
+    alike = {setting.flag for setting in SETTINGS if setting.name in engine_arguments()}
+    assert alike <= {ours for _, (ours,) in rows("The same name")}
+    assert "max_logprobs=-1" in shown("--max-logprobs", "-1")
+
+
 def test_the_page_has_every_flag_of_the_tables_and_no_other() -> None:
     renamed = {theirs: ours for (theirs,), (ours,) in rows("Flags with another name")}
-    assert renamed == {**RENAMED, **SEVERAL, **LIMITS}
+    assert renamed == {
+        **RENAMED,
+        **SEVERAL,
+        **LIMITS,
+        **{name: ours.partition("=")[0] for name, ours in INSTEAD.items()},
+    }
     assert {flag for (flag,), _ in rows("Always so")} == ALWAYS.keys()
     refused = {flag for flags, _ in rows("Refused") for flag in flags}
     arguments = {f"--{name.replace('_', '-')}" for name in RULED_OUT}
@@ -208,6 +232,21 @@ def test_none_of_our_own_flags_is_taken_for_vllms() -> None:
         (["--dtype"], ["--dtype"]),
         (["--max-model-len", "many"], ["--max-model-len=many"]),
         (["--allowed-methods", '["GET"]', "--port", "1"], ["--port", "1"]),
+        (["--max-model-len", "-1", "m"], ["--max-model-len=auto", "m"]),
+        (["--log-level", "INFO", "--uvicorn-log-level=trace"], ["--log-level=info", "--log-level=debug"]),
+        (["--no-enable-lora", "m"], ["--adapters=off", "m"]),
+        (["--no-enable-log-outputs", "--no-use-tqdm-on-load", "--seed", "1"], ["--seed", "1"]),
+        (["--response-role", "assistant", "-asc=1", "-n", "1", "m"], ["m"]),
+        (["-O3", "m"], ["--optimization-level=3", "m"]),
+        (["-O", "2"], ["--optimization-level=2"]),
+        (["-O"], ["-O"]),
+        (["-cc.mode=3", "--", "-O3"], ['--compilation-config={"mode": 3}', "--", "-O3"]),
+        (
+            ["m", "--speculative-config.method", "ngram", "--speculative_config.a.b=4k", "--seed", "1"],
+            ["m", "--seed", "1", '--speculative-config={"method": "ngram", "a": {"b": 4000}}'],
+        ),
+        (["--x.a=1", "--x.a.b=2"], ['--x={"a": {"b": 2}}']),
+        (["--api-key=a.b", "--x.a"], ["--api-key=a.b", "--x.a"]),
     ],
 )
 def test_a_line_of_vllms_becomes_one_of_ours(argv: list[str], expected: list[str]) -> None:
@@ -222,12 +261,49 @@ def test_a_flag_of_an_engine_argument_is_taken_by_its_name_and_any_other_is_unkn
     given += ["async_scheduling=false", "enable_eplb=false"]
     assert made[0] == "m" and made[2::2] == given and set(made[1::2]) == {"--engine-arg"}
     assert "cpu_offload_gb=4" in shown("--cpu-offload-gb", "4")
+    several = ["--logits-processors", "a:B", "c:D", "--hf-token", "--ignore-patterns", "x", "--seed", "1"]
+    assert translate(several, OWN, engine_arguments) == [
+        "--engine-arg",
+        'logits_processors=["a:B", "c:D"]',
+        "--engine-arg",
+        "hf_token=true",
+        "--engine-arg",
+        "ignore_patterns=x",
+        "--seed",
+        "1",
+    ]
     for wrong in (["--cpu-offload-gigs", "4"], ["--cpu-offload-gb"], ["--no-cpu-offload-gb"]):
         assert translate(wrong, OWN, engine_arguments) == wrong
         assert "No such option" in run("config", *wrong).stderr
     for wrong in (["2"], ['{"image": "many"}'], []):
         with pytest.raises(FlagRefusal, match="expected a JSON object"):
             translate(["--limit-mm-per-prompt", *wrong], OWN)
+
+
+@pytest.mark.parametrize("line", ["--no-enable-auto-tool-choice", "--response-role user", "-dpl 2"])
+def test_a_flag_that_says_what_cannot_be_is_refused_with_the_reason(line: str) -> None:
+    with pytest.raises(FlagRefusal, match=r"^--[a-z-]+: ..."):
+        translate(line.split(), OWN, engine_arguments)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "nearest"),
+    [
+        ("--max-model-lenn", "--max-model-len"),
+        ("--enable-lorra", "--enable-lora"),
+        ("--cpu-ofload-gb", "--cpu-offload-gb"),
+        ("--tool-call-parsr", "--tool-call-parser"),
+    ],
+)
+def test_a_mistyped_flag_is_answered_with_the_nearest_one_of_ours_and_vllms(wrong: str, nearest: str) -> None:
+    assert run("config", wrong, "4").stderr.endswith(f"No such option '{wrong}'. Did you mean '{nearest}'?\n")
+    assert "mean" not in run("config", "--task", "embed").stderr
+
+
+def test_the_longest_context_may_be_what_the_kv_cache_holds() -> None:
+    assert re.search(r"max_model_len +auto +flag", shown("--max-model-len", "auto"))
+    wrong = run_process("config", "--max-model-len", "some").stderr
+    assert wrong == "overture: --max-model-len: expected an integer, at least 1, or auto, got 'some'\n"
 
 
 def test_several_names_of_the_model_are_taken_and_a_model_behind_one_stays_the_model() -> None:
@@ -251,6 +327,8 @@ def test_several_names_of_the_model_are_taken_and_a_model_behind_one_stays_the_m
     assert of(name, "a", "./m") == [name, "a", "./m"]
     assert of(name, "a", "b", needs_model=False) == [name, "a", alias, "b"]
     assert of(name) == [name]
+    keys = ["--api-key", "a", "--api-key", "b"]
+    assert of("m", "--api-key", "a", "b") == ["m", *keys] and of("--api-key", "a", "b", "m") == [*keys, "m"]
     said = shown("demo/model", name, "a", "b", "c")
     assert re.search(r"served_model_name +a ", said) and re.search(r"served_model_aliases +b, c ", said)
 

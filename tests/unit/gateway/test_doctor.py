@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
+from engine_bridge.driver.vllm_api.argument_names import parser_names
 from engine_bridge.settings.machine import Machine
 from gateway import packages
 from gateway.cli import cli, main
@@ -81,9 +82,26 @@ def test_an_error_of_the_start_is_followed_by_what_to_do() -> None:
     )
     assert "--model FOLDER" in said("We couldn't connect to 'https://huggingface.co' to load the files")
     assert "overture doctor" in said("something that nobody has seen yet")
+    assert "quantised in another way" in said("Unknown quantization method: bitsandbytes. Must be one of …")
     too_long = "User-specified max_model_len (9) is greater than the derived max_model_len (8)"
     (refused,) = remedies.about_refusal(too_long, "")
     assert refused.remedy == said(too_long) and "--max-model-len" in refused.remedy
+
+
+def test_a_parser_that_vllm_does_not_have_is_found_before_anything_is_loaded(tmp_path: Path) -> None:
+    """At the start, as vLLM's own server does; where a plugin may bring parsers nothing is known."""
+    names = parser_names()
+    assert {"hermes", "qwen3_xml"} <= {*names["tool"]} and "deepseek_r1" in names["reasoning"]
+    config = Config(device="cpu", data_dir=tmp_path, tool_parser="hermess", reasoning_parser="nope")
+    mistyped, other = at_start(config)[0]
+    assert (mistyped.problem, mistyped.remedy) == (
+        "--tool-parser hermess: vLLM has no such parser",
+        "--tool-parser hermes",
+    )
+    assert "deepseek_r1" in other.remedy and "none" in other.remedy
+    for usable in ("auto", "none", "hermes"):
+        assert not list(remedies.about_parsers({"tool": usable}, names))
+    assert not list(remedies.about_parsers({"tool": "of-a-plugin"}, {}))
 
 
 def test_a_machine_in_order_gets_no_findings() -> None:

@@ -141,6 +141,32 @@ def test_a_wrong_variable_is_named_and_an_unknown_one_warned_about(caplog: pytes
     ]
 
 
+def test_the_key_in_vllms_variable_closes_the_server_where_no_setting_gives_one(tmp_path: Path) -> None:
+    environ = {"VLLM_API_KEY": "of,vllm-serve"}
+    assert load(environ=environ).api_keys == ("of,vllm-serve",)
+    assert "of,vllm" not in load(environ=environ).describe()
+    assert load({"api_keys": ("own-key-12345",)}, environ).api_keys == ("own-key-12345",)
+    assert load({"operator_keys": ("own-key-12345",)}, environ).api_keys == ()
+    assert not load(environ={"VLLM_API_KEY": ""}).has_api_keys
+
+
+def test_a_chat_template_may_stand_in_one_line_as_with_vllm(tmp_path: Path) -> None:
+    from gateway.app import node_config
+
+    line = "{% for m in messages %}{{ m.role ~ '://' ~ m.content }}{% endfor %}"
+    (tmp_path / "own.jinja").write_text("of a file", encoding="utf-8")
+    for template, expected in ((line, line), ("own.jinja", "of a file"), (None, None)):
+        config = load({"chat_template": template}, cwd=tmp_path)
+        assert node_config(config).engine.chat_template == expected
+
+
+def test_a_config_file_of_vllms_is_answered_with_what_to_give_in_its_place(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"c\.yaml: a config file in YAML is vLLM's; give its lines as flags"
+    ):
+        load(cwd=tmp_path, config_file=tmp_path / "c.yaml")
+
+
 def test_keys_are_never_shown(tmp_path: Path) -> None:
     config = load({"api_keys": ("sesame-open-now",)})
     assert "sesame" not in config.describe() + repr(config) + str(config)
