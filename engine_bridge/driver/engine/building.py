@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import sys
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,9 +93,13 @@ def _cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
+@cache
 def load_vllm() -> type:
     """Return the class of vLLM's engine; importing it takes seconds the first time. The environment must be set."""
-    from engine_bridge.driver.vllm_api import LLMEngine
+    from engine_bridge.driver.vllm_api.start import without_collections
+
+    with without_collections():
+        from engine_bridge.driver.vllm_api import LLMEngine
 
     found: type = LLMEngine
     return found
