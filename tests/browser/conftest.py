@@ -104,7 +104,8 @@ class Gateway:
 
     def __enter__(self) -> Gateway:
         command = [sys.executable, "-m", "gateway.cli", "serve", "--host=127.0.0.1", f"--port={self.port}"]
-        command += ["--kv-host-gib", "0.25", "--data-dir", str(self.folder / "data"), *self.flags]
+        command += ["--kv-host-gib", "0.25", "--kv-cache-gib", "0.25"]
+        command += ["--data-dir", str(self.folder / "data"), *self.flags]
         self.log = (self.folder / "gateway.log").open("ab")
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=self.log, stderr=subprocess.STDOUT)
         return self
