@@ -35,6 +35,7 @@ from gateway.settings.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR, Config
 from overture_client.chat import ChatClient
 from overture_client.chat_frames import Delta, Done
 from tests.blocking import checked
+from tests.conftest import BROWSER
 
 from .facts import ALIAS, Http, Patch
 
@@ -57,6 +58,12 @@ ALONE = (
     "test_traces.py",
 )
 
+# Longest first, where several processes share the tests, so that none is left with a long file when the others have none. These have no engine in the
+# tests' own process, so they may come before all.
+FIRST = ("test_correct.py", "test_process.py", "test_ray.py", "test_wheels.py")
+# And of those with the shared engine.
+LONG = ("test_router.py", "test_embeddings.py", "test_docs.py")
+
 COLLECTOR = {"freeze": gc.freeze, "unfreeze": gc.unfreeze}
 
 
@@ -72,10 +79,19 @@ def _leave_imports_alone() -> None:
 gc.unfreeze = _leave_imports_alone
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order the tests, and run all of them on one event loop: the engine's node belongs to it."""
     here = Path(__file__).parent
-    items.sort(key=lambda item: item.path.name not in ALONE if here in item.path.parents else False)
+    has_others = hasattr(config, "workerinput")
+
+    def turn(item: pytest.Item) -> tuple[int, bool]:
+        """When a test comes, and whether it comes later among those."""
+        name = item.path.name if here in item.path.parents else ""
+        if has_others and (name in FIRST or item.nodeid.startswith(BROWSER)):
+            return 0, bool(name)
+        return (2, name not in LONG) if name and name not in ALONE else (1, False)
+
+    items.sort(key=turn)
     for item in items:
         if here in item.path.parents and pytest_asyncio.is_async_test(item):
             item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)

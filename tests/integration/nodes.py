@@ -65,15 +65,29 @@ async def engine(
 ) -> AsyncIterator[LocalNode]:
     """A node with an engine of its own; `settings` are those of EngineConfig that differ from here, `adapters_dir` and `context_overflow`."""
     usual = {"model": str(small().model), "max_model_len": 1024, "max_num_seqs": 8, "cpu_threads": 1}
+    usual["kv_cache_gib"] = 0.125  # which is written when the engine starts
     own = {"adapters_dir": small().adapters, "context_overflow": "error"}
     own |= {name: settings.pop(name) for name in tuple(own) if name in settings}
     config = EngineConfig(served_model_name="demo", dtype="float32", **usual | settings)
     node = LocalNode(LocalNodeConfig(engine=config, state_dir=state_dir, **own), tiers)
     await node.start()
+    _replace_kernels_once()
     try:
         yield node
     finally:
         await node.close()
+
+
+@functools.cache
+def _replace_kernels_once() -> None:
+    """Keep vLLM from putting its functions for CPUs in the place of Triton's at each later start.
+
+    It looks through all modules for them, which takes 0.4 s, and wraps what it has put there before.
+    """
+    from vllm.triton_utils import dispatcher  # which is slow to import
+
+    register, known = dispatcher.register_kernels, dispatcher._registry.keys()
+    dispatcher.register_kernels = lambda kernels: kernels.keys() <= known or register(kernels)
 
 
 class Said(NamedTuple):

@@ -38,7 +38,7 @@ async def serving(
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     process = await asyncio.create_subprocess_exec(
         *(*overture, "serve", "--port", str(port), "--data-dir", str(data_dir)),
-        *("--kv-host-gib", "0.25", *flags),
+        *("--kv-host-gib", "0.25", "--kv-cache-gib", "0.25", *flags),
         cwd=folder,
         stdout=asyncio.subprocess.PIPE,
         env=environ,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine_bridge.driver.engine.building import engine_args
+from engine_bridge.driver.engine.building import engine_args, load_vllm
 from engine_bridge.driver.engine.model_facts import configuration_of
 from engine_bridge.policy.limits.model_support import UnusableModel
 from engine_bridge.settings.engine_config import WHATEVER_FITS, EngineConfig
@@ -17,11 +17,12 @@ class EmbeddingDriver:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        from engine_bridge.driver.vllm_api import LLMEngine, UsageContext
+        engine_class: Any = load_vllm()
+        from engine_bridge.driver.vllm_api import UsageContext
 
         args, served = pooling_args(config), UsageContext.OPENAI_API_SERVER
         configuration_of(args)  # refuses an unfit model in one sentence
-        self.engine = LLMEngine.from_engine_args(args, usage_context=served, enable_multiprocessing=False)
+        self.engine = engine_class.from_engine_args(args, usage_context=served, enable_multiprocessing=False)
         self._internal_ids: dict[str, str] = {}
         tasks = self.engine.get_supported_tasks()
         if "embed" not in tasks:

@@ -6,11 +6,18 @@ import gc
 import json
 import os
 import sys
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_bridge.driver.corrections import embeds_token, new_blocks, picture_cache, state_blocks
-from engine_bridge.driver.vllm_api.features import EMBEDS_TOKEN, HALF_CHARACTERS, NEW_BLOCKS, PICTURE_CACHE
+from engine_bridge.driver.vllm_api.features import (
+    EMBEDS_TOKEN,
+    HALF_CHARACTERS,
+    MODEL_CLASSES,
+    NEW_BLOCKS,
+    PICTURE_CACHE,
+)
 from engine_bridge.driver.vllm_api.start import Off
 from engine_bridge.policy.limits.cores import cores_of_ranks
 from engine_bridge.settings.engine_arguments import named, without_effect
@@ -86,9 +93,13 @@ def _cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
+@cache
 def load_vllm() -> type:
     """Return the class of vLLM's engine; importing it takes seconds the first time. The environment must be set."""
-    from engine_bridge.driver.vllm_api import LLMEngine
+    from engine_bridge.driver.vllm_api.start import without_collections
+
+    with without_collections():
+        from engine_bridge.driver.vllm_api import LLMEngine
 
     found: type = LLMEngine
     return found
@@ -187,15 +198,7 @@ def engine_args(config: EngineConfig, tiers: KvTiers | None, off: Off = frozense
         "download_dir": str(config.download_dir) if config.download_dir is not None else None,
         "speculative_config": json.loads(config.speculative_config) if config.speculative_config else None,
     }
-    if on_cpu:
-        if config.kv_cache_gib is not None:
-            # vLLM would take this, in whole GiB, in place of the size that it is told.
-            os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
-        # What reading the largest picture takes is of no use where KV has a size of its own, and finding it out takes half a minute.
-        options |= {"skip_mm_profiling": True, "mm_processor_cache_gb": CPU_PICTURE_CACHE_GIB}
-    else:
-        options["gpu_memory_utilization"] = config.gpu_memory_utilization
-        options["enable_sleep_mode"] = config.enable_sleep_mode
+    options |= _on_cpu(config, off) if on_cpu else _on_gpu(config)
     if config.tensor_parallel_size > 1:
         options |= _of_ranks(config, off)
     if tiers is not None:
@@ -206,6 +209,26 @@ def engine_args(config: EngineConfig, tiers: KvTiers | None, off: Off = frozense
     given = named(config.engine_args)
     options |= typed({name: given[name] for name in given.keys() - without_effect(given, config.device)})
     return EngineArgs(**{name: value for name, value in options.items() if value is not None})
+
+
+def _on_cpu(config: EngineConfig, off: Off) -> dict[str, Any]:
+    """Return vLLM's arguments for a CPU alone, after what it reads elsewhere was set."""
+    if MODEL_CLASSES not in off:
+        from engine_bridge.driver.corrections import model_classes
+
+        model_classes.install()
+    if config.kv_cache_gib is not None:
+        # vLLM would take this, in whole GiB, in place of the size that it is told.
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    # What reading the largest picture takes is of no use where KV has a size of its own, and finding it out takes half a minute.
+    return {"skip_mm_profiling": True, "mm_processor_cache_gb": CPU_PICTURE_CACHE_GIB}
+
+
+def _on_gpu(config: EngineConfig) -> dict[str, Any]:
+    return {
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "enable_sleep_mode": config.enable_sleep_mode,
+    }
 
 
 def _of_ranks(config: EngineConfig, off: Off) -> dict[str, Any]:

@@ -125,6 +125,11 @@ MODEL_FACTS = Feature(
     "facts of models",
     "what a model cannot have is found by building the engine with it, which takes longer",
 )
+MODEL_CLASSES = Feature(
+    "looking at a model's class",
+    "the first start with a model on a machine starts vLLM a second time, which takes longer",
+    device="cpu",
+)
 REPORT = Feature("reasons of waiting", "metrics and the engine's page do not say why requests wait")
 PROFILING = Feature("overture profile", "this machine cannot be measured", at_start=False)
 EMBEDDINGS = Feature("embeddings", "no embedding model can be served (--embedding-model)", at_start=False)

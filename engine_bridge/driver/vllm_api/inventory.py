@@ -115,6 +115,10 @@ vllm.config:ModelConfig ENGINE at vllm_config.model_config
     call get_vocab_size()
 vllm.model_executor.model_loader.utils MODEL_FACTS
     call get_model_architecture(model_config)
+vllm.model_executor.models.registry MODEL_CLASSES
+    replace _run_in_subprocess(fn)
+vllm.model_executor.models.registry:_LazyRegisteredModel MODEL_CLASSES
+    look up in inspect_model_cls: _run_in_subprocess
 vllm.model_executor.models.interfaces MODEL_FACTS
     call supports_lora(model)
 vllm.config:DeviceConfig PROFILING at vllm_config.device_config

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Literal, TypeVar
 
@@ -43,21 +44,27 @@ def built_off(engine: Any, device: str, off: Off, *, has_ranks: bool) -> Off:
     return off | features_off(findings, device, is_built=True)
 
 
-@cache
-def _moved(side: Literal["engine", "serving"]) -> tuple[Finding, ...]:
-    """Return the names that have moved in the installed vLLM, which stays the same: the check runs once.
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Import something large in the block: the garbage collector is off meanwhile, and leaves out later what there is then.
 
-    The garbage collector is off meanwhile, and imported objects are left out of later collections: a start took 11 s on two cores, of which 3 s were
-    collections that found next to nothing.
+    A start took 11 s on two cores, of which 3 s were collections that found next to nothing.
     """
     is_collecting = gc.isenabled()
     gc.disable()
     try:
-        return tuple(check(ENGINE_SIDE if side == "engine" else SERVING_SIDE))
+        yield
     finally:
         if is_collecting:
             gc.freeze()
             gc.enable()
+
+
+@cache
+def _moved(side: Literal["engine", "serving"]) -> tuple[Finding, ...]:
+    """Return the names that have moved in the installed vLLM, which stays the same: the check runs once."""
+    with without_collections():
+        return tuple(check(ENGINE_SIDE if side == "engine" else SERVING_SIDE))
 
 
 def features_off(findings: Iterable[Finding], device: str, *, is_built: bool = False) -> Off:

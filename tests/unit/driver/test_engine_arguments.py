@@ -131,6 +131,18 @@ def test_steps_are_scheduled_ahead_as_vllm_would_unless_the_device_rules_it_out(
     assert without_effect(["async_scheduling"], "cuda") == {}
 
 
+def test_a_model_that_this_machine_has_not_seen_is_looked_at_without_another_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """vLLM writes down what it finds, as ever."""
+    registry = importlib.import_module("vllm.model_executor.models.registry")
+    monkeypatch.setattr(registry, "_run_in_subprocess", None)
+    monkeypatch.setattr(registry.envs, "VLLM_CACHE_ROOT", str(tmp_path))
+    engine_args(demo(), None)
+    assert registry.ModelRegistry.models["LlamaForCausalLM"].inspect_model_cls().is_text_generation_model
+    assert len(list((tmp_path / "modelinfos").iterdir())) == 1
+
+
 def test_a_model_that_cannot_be_split_so_is_refused_with_what_helps() -> None:
     config = demo(tensor_parallel_size=3)
     with pytest.raises(

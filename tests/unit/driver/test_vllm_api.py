@@ -1,3 +1,4 @@
+import gc
 import itertools
 import json
 import os
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 
 from engine_bridge.driver import vllm_api
+from engine_bridge.driver.engine.building import load_vllm
 from engine_bridge.driver.engine.engine import EngineConfig
 from engine_bridge.driver.vllm_api.check import Finding, check, check_engine
 from engine_bridge.driver.vllm_api.features import ENGINE, FEATURES, PACE, PROMOTION, Feature
@@ -199,6 +201,19 @@ def test_what_can_be_done_without_is_off_and_the_log_says_so(caplog: pytest.LogC
         assert features_off([moved(another)], "cpu") == frozenset(), "nobody's loss"
     with pytest.raises(SeamMoved):
         features_off([moved(on_gpus)], "cuda")
+
+
+@pytest.mark.parametrize("was_on", [False, True])
+def test_the_collector_rests_while_vllm_is_imported(monkeypatch: pytest.MonkeyPatch, was_on: bool) -> None:
+    frozen: list[bool] = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.isenabled()))
+    monkeypatch.setattr(vllm_api, "__getattr__", lambda name: gc.isenabled())
+    (gc.enable if was_on else gc.disable)()
+    try:
+        assert load_vllm.__wrapped__() is False
+        assert (gc.isenabled(), frozen) == (was_on, [False] * was_on)
+    finally:
+        gc.enable()
 
 
 def test_the_installed_vllm_has_every_name_in_one_place() -> None:
