@@ -9,7 +9,6 @@ the test says `page_watch.forgive()` because it breaks the connection on purpose
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import re
@@ -26,7 +25,6 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.browser.stage import Site, Stage
-from tests.conftest import BROWSER
 from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,6 +55,7 @@ try:
         BrowserContext,
         Locator,
         Page,
+        Playwright,
         Route,
         WebSocketRoute,
         expect,
@@ -160,28 +159,18 @@ def site(stage: Stage) -> Site:
 # ---------------------------------------------------------------------------------------------------------- the browser
 
 
-@functools.cache
-def playing() -> tuple[contextlib.ExitStack, Browser]:
-    """What closes the browser, and the browser."""
-    with contextlib.ExitStack() as opened:
-        playwright = opened.enter_context(sync_playwright())
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_ARGS)
-        opened.callback(browser.close)
-        return opened.pop_all(), browser
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(nextitem: pytest.Item | None) -> Iterator[None]:
-    """Close the browser behind this folder's last test: while Playwright is open, its event loop keeps asyncio tests from running."""
-    yield
-    if playing.cache_info().currsize and (nextitem is None or not nextitem.nodeid.startswith(BROWSER)):
-        playing()[0].close()
-        playing.cache_clear()
+@pytest.fixture(scope="module")
+def playwright() -> Iterator[Playwright]:
+    """Per module, not per session: while it is open, its event loop keeps asyncio tests of other folders from running."""
+    with sync_playwright() as instance:
+        yield instance
 
 
 @pytest.fixture(scope="module")
-def browser() -> Browser:
-    return playing()[1]
+def browser(playwright: Playwright) -> Iterator[Browser]:
+    browser = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_ARGS)
+    yield browser
+    browser.close()
 
 
 @pytest.fixture(scope="module")
