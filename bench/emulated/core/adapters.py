@@ -129,11 +129,15 @@ class EmulatedAdapters:
         return self.core.is_at_hand(adapter_id)
 
     def may_start(self, adapter_id: int) -> bool:
-        """Return whether a request for the adapter may start: it has a slot's room, is at hand, and no other adapter's turn holds it back."""
+        """Return whether a request for the adapter may start: it is at hand, no other adapter's turn holds it back, and it has a slot's room.
+
+        The questions come in the order of `Residency.may_start`: each that is asked about turns may begin one, also for an adapter without room.
+        """
+        if not self.is_at_hand(adapter_id) or self.is_held_back(adapter_id):
+            return False
         running = self._running()
         room = self.free_room(running)
-        has_room = room is None or self.needed_room(adapter_id, running) <= room
-        return has_room and self.is_at_hand(adapter_id) and not self.is_held_back(adapter_id)
+        return room is None or self.needed_room(adapter_id, running) <= room
 
     @property
     def take_turns(self) -> bool:

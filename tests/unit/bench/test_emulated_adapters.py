@@ -1,5 +1,7 @@
 """Adapters of an emulated node: their copies lie in vLLM's own block pool, and they come from where they are in the time that takes."""
 
+import random
+
 import pytest
 
 from bench.emulated.core.adapters import AdapterMemory, EmulatedAdapters
@@ -100,3 +102,16 @@ def test_a_third_adapter_gets_its_turn_between_two_that_are_asked_for_without_a_
     assert third.ttft_s <= max(2.0, 3 * alone.e2e_s)
     last_s = max(job.ended_s for job in crowd if job is not third)
     assert last_s <= 1.05 * max(job.ended_s for job in without)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_adapters_that_take_turns_do_so_alike_in_vllms_own_queue_and_in_the_default_order(seed: int) -> None:
+    """Four on two slots, waits too short for overtaking: any difference is one of when a turn begins."""
+    chance = random.Random(seed)
+    asked = asks(*((0.2 * number, chance.randrange(4)) for number in range(80)), num_answer_tokens=20)
+    memory, engine = AdapterMemory(num_slots=2), Engine(2000, has_prefix_cache=False)
+    theirs, ours = (
+        play_on_node(policy, asked, COST, engine, ranks=RANKS, memory=memory).times
+        for policy in ("vllm", DEFAULT_POLICY)
+    )
+    assert ours == theirs
