@@ -131,7 +131,7 @@ class EmulatedAdapters:
     def may_start(self, adapter_id: int) -> bool:
         """Return whether a request for the adapter may start: it is at hand, no other adapter's turn holds it back, and it has a slot's room.
 
-        The questions come in the order of `Residency.may_start`: each that is asked about turns may begin one, also for an adapter without room.
+        The questions come in the order of `Residency.may_start`. Asking about turns may begin one, so it comes before the question of room.
         """
         if not self.is_at_hand(adapter_id) or self.is_held_back(adapter_id):
             return False

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from msgspec import Struct
 
-from engine_bridge.policy.scheduling.guard import Guard
+from engine_bridge.policy.scheduling.guard import TINY_SHARE, Guard
 from engine_bridge.policy.scheduling.lane_queue import (
     LaneQueue,
     Plan,
@@ -42,7 +42,7 @@ class BoundedSettings(Struct, frozen=True, kw_only=True):
             `python -m bench.emulated order`; docs/decisions/0033 has the figures.
     """
 
-    overtaking_share: float = 0.2
+    overtaking_share: float = 0.15
 
 
 # Guards are kept for this many tenants' priorities; the one unused for the longest time is forgotten first. Chosen: 20 MB.
@@ -78,11 +78,15 @@ class _Round:
     """One decision's way through a flow: the requests that are left, how long they wait, and what may still overtake.
 
     limits: of the seconds up to which the waits of earlier requests may be raised, for turns of programs and for others.
+    tiny_s: the work that may overtake, within its share, however long earlier requests wait.
     """
 
-    def __init__(self, waits: Waits, gone: set[str], owed_s: float, limits: tuple[float, float]) -> None:
+    def __init__(
+        self, waits: Waits, gone: set[str], owed_s: float, limits: tuple[float, float], tiny_s: float
+    ) -> None:
         self.waits, self.gone, self.owed_s = waits, gone, owed_s
         self._turns, self._others = limits
+        self._tiny_s = tiny_s
 
     def may_overtake(self, own: _Place) -> bool:
         """Return whether no earlier request would wait for too long because of this one."""
@@ -90,6 +94,8 @@ class _Round:
             return True
         if self.owed_s > 0 and not own.is_turn:
             return False
+        if own.work_s <= self._tiny_s and not own.is_turn:
+            return True
         limit = self._turns if own.is_turn else self._others
         return self.waits.are_within(limit - own.work_s, before=own.place)
 
@@ -98,7 +104,8 @@ class BoundedFlow:
     """One tenant's requests of one priority.
 
     A request's wait is the time since it came, the work that waits before it, and what running requests have still to do beyond the usual. The next
-    request is the shortest one whose start keeps the waits of all earlier ones below the P99 of recent waits in order of arrival, as `Guard` has it.
+    request is the shortest one whose start keeps the waits of all earlier ones below the P99 of recent waits in order of arrival, as `Guard` has it,
+    or whose work is tiny beside that P99.
     """
 
     def __init__(self, guard: Guard) -> None:
@@ -169,9 +176,11 @@ class BoundedFlow:
         """Yield the next requests for as long as overtaking is allowed."""
         guard, most_s = self._guard, self._guard.most_waited_s()
         until_s = most_s - guard.delay_s(plan.now) - plan.now
-        limits = (until_s if guard.share else -math.inf, until_s if guard.pays(most_s) else -math.inf)
+        pays = guard.pays(most_s)
+        limits = (until_s if guard.share else -math.inf, until_s if pays else -math.inf)
         gone = {request_id for request_id in plan.deferred if request_id in self._places}
-        now = _Round(self._waits.copy(), gone, guard.owed_s, limits)
+        tiny_s = TINY_SHARE * most_s if pays else -math.inf
+        now = _Round(self._waits.copy(), gone, guard.owed_s, limits, tiny_s)
         for request_id in gone:
             if self._places[request_id].place >= 0:
                 now.waits.remove(self._places[request_id].place)
@@ -210,7 +219,8 @@ class Bounded(QueuePolicy):
     fewest seconds of the engine.
 
     Bound: of one tenant and priority, an overtaken request is predicted to wait no longer than 99 of 100 recent requests would have waited in order
-    of arrival; a request that would wait for longer there is not overtaken. A wait is predicted anew at each start, from the time that has passed,
+    of arrival; a request that would wait for longer there is overtaken by tiny ones only (`TINY_SHARE`), and these take no more than
+    `overtaking_share` of the started work. A wait is predicted anew at each start, from the time that has passed,
     the work that waits before the request, and what running requests have still to do. A request without room for its KV stops all behind it, as with
     vLLM; one without room for its adapter is passed over, because `AdapterTurns` gives it its turn.
 

@@ -93,6 +93,17 @@ def test_overtaking_takes_its_share_of_the_work_and_no_more() -> None:
     assert queue.start_all() == "short 0 long 0 short 1 long 1 short 2 long 2 short 3 long 3"
 
 
+def test_a_tiny_request_may_overtake_one_that_has_waited_as_long_as_others_did() -> None:
+    """It takes from the same share: a second one waits until earlier ones have made up for the first."""
+    queue = after_a_long_queue()
+    queue.ask("long", 20.0)
+    queue.now += 39.9
+    queue.ask("short", 0.5)
+    for number in range(2):
+        queue.ask(f"tiny {number}", 0.1)
+    assert queue.start_all() == "tiny 0 long tiny 1 short"
+
+
 def test_turns_of_programs_take_from_no_share() -> None:
     queue = after_a_long_queue()
     for number in range(2):
