@@ -16,8 +16,8 @@ from msgspec import Struct
 
 from kvtiers.policy.rates import HALF_LIFE_S
 
-# Share of an error that one real step or copy corrects where it was made. Chosen: seven take away half of it. Up to 0.56 a prediction cannot
-# overshoot the measured time.
+# Share of an error that one real step or copy corrects where it was made. Chosen: seven take away half of it. While this and the next are at most 1
+# together, a prediction cannot overshoot the measured time.
 LEARNING_RATE = 0.1
 # Share of an error by which all others are taken to be slower, too. Chosen: two steps believe half of a change of the machine's speed, which
 # changes from one second to the next; of rates from 0.1 to 0.5 in live plays, the rates from 0.3 on were within 0.3% of each other (bench/LOG.md).
@@ -30,6 +30,8 @@ COPY_SLOWNESS_RATE = 0.1
 OUTLIER_ERRORS = 3.0
 ERROR_RATE = 0.05
 MIN_USUAL_ERROR = 0.02
+# A step counts as at most this much faster than predicted. Chosen: a clock that stands still must not make all steps take no time for ever.
+LEAST_TIMES = 0.01
 # The usual error before any copy was measured: the first ones are believed, however far off they are. Chosen.
 UNKNOWN_COPY_ERROR = 1.0
 # Sizes between which copies are taken to be linear in size. Chosen: few, so that each real copy teaches others of about its size.
@@ -182,8 +184,10 @@ class StepTable:
             self._correct(work, LEARNING_RATE * seconds / self._slowness)
             return
         share, self.usual_error = believed(seconds / predicted - 1, self.usual_error)
-        self._correct(work, LEARNING_RATE * share * predicted / self._slowness)
-        self._slowness *= 1 + SLOWNESS_RATE * share
+        # Powers: errors up and down cancel in both. With sums noise lowers the slowness for ever, and with it the times that no step corrects.
+        times = max(1 + share, LEAST_TIMES)
+        self._correct(work, (times**LEARNING_RATE - 1) * predicted / self._slowness)
+        self._slowness *= times**SLOWNESS_RATE
 
     def _correct(self, work: tuple[int, int, int], change_s: float) -> None:
         """Move the prediction at a point by a change, each corner of its cell by its weight in it.

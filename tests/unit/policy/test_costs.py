@@ -73,11 +73,31 @@ def test_one_stall_hardly_counts_and_a_lasting_change_is_learned() -> None:
     usual_s = table.step_s(*work)
     most = costs.OUTLIER_ERRORS * table.usual_error
     table.observe(*work, 1000 * usual_s)
-    longer = (1 + costs.LEARNING_RATE * most) * (1 + costs.SLOWNESS_RATE * most)
+    longer = (1 + most) ** (costs.LEARNING_RATE + costs.SLOWNESS_RATE)
     assert table.step_s(*work) <= usual_s * longer * (1 + 1e-9)
     for _ in range(200):
         table.observe(*work, 2 * usual_s)
     assert table.step_s(*work) == pytest.approx(2 * usual_s, rel=0.02)
+
+
+def test_noise_leaves_the_times_of_other_work_where_they_were() -> None:
+    """Ten thousand steps of one kind on a machine as fast as predicted, each longer or shorter by a tenth."""
+    rng, work, other = random.Random(0), (16, 4, 1000), (256, 0, 0)
+    table = table_of()
+    before = table.step_s(*other)
+    for _ in range(10_000):
+        table.observe(*work, linear(work) * rng.lognormvariate(0, 0.1))
+    assert table.step_s(*work) == pytest.approx(linear(work), rel=0.2)
+    assert table.step_s(*other) == pytest.approx(before, rel=0.2)
+
+
+def test_steps_that_take_no_time_do_not_silence_the_table() -> None:
+    table, work = table_of(), (16, 4, 1000)
+    for _ in range(500):
+        table.observe(*work, 1e-300)
+    for _ in range(500):
+        table.observe(*work, linear(work))
+    assert table.step_s(*work) == pytest.approx(linear(work), rel=0.1)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
