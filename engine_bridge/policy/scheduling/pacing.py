@@ -19,7 +19,7 @@ from engine_bridge.policy.costs.costs import StepGrid, StepTable
 UNDER_WAY_SHARE = 0.5
 # Prompts get at least this multiple of the time of a step's decodes. Chosen: where decodes take long, short steps would only repeat them.
 MIN_PREFILL_TIMES = 3.0
-# The same as a share of the speed at which prompts are computed alone.
+# The same as a share of the speed at which prompts are computed in the largest step.
 MIN_PREFILL_SPEED = MIN_PREFILL_TIMES / (1 + MIN_PREFILL_TIMES)
 # A step computes fewer prompt tokens than it could only where it then does this many times as much work in its time. Chosen: a table's usual error.
 LEAST_GAIN = 1.1
@@ -81,7 +81,8 @@ def efficient_prefill_tokens(
 ) -> int:
     """Return the prompt tokens with which a step beside decodes does the most work in its time, while prompts keep MIN_PREFILL_SPEED.
 
-    Work counts as the seconds that prompts and decodes take in steps of their own. A GPU reads the weights and the KV of all decoding requests in
+    Work counts as the seconds that decodes take alone, and a token of a prompt in the largest step beside them: steps without decodes are rare where
+    much runs, so what the table says of those is old. A GPU reads the weights and the KV of all decoding requests in
     each step, and computes some hundred prompt tokens in that time: spread over many steps a prompt is nearly free, and holds up no stream. Where
     each token takes its time, as on most CPUs, the largest step does the most.
 
@@ -89,7 +90,7 @@ def efficient_prefill_tokens(
     """
     if not num_decodes:
         return most_tokens
-    token_s = table.step_s(most_tokens, 0, 0) / most_tokens
+    token_s = table.step_s(most_tokens, num_decodes, num_context_tokens) / most_tokens
     decodes_s = table.step_s(0, num_decodes, num_context_tokens)
     best, most_work = most_tokens, 0.0
     for num in (most_tokens, *table.prefill_sizes(MIN_PREFILL_TOKENS, most_tokens)):

@@ -48,6 +48,18 @@ def test_beside_decodes_a_step_computes_what_its_memory_leaves_time_for(
     assert pace(table, 0.5, num_decodes, 1000, [], 200).prefill_tokens == 200, "the engine's own bound"
 
 
+def test_what_steps_took_without_decodes_does_not_count_beside_them() -> None:
+    """Where decodes always run, no step corrects the time of a prompt alone."""
+    old = StepTable.of(
+        lambda points: [
+            seconds / (1 if decodes else 3)
+            for (_, decodes, _), seconds in zip(points, on_device(points), strict=True)
+        ],
+        *AXES,
+    )
+    assert pace(old, 0.5, 8, 1000, [], 2048).prefill_tokens == 256
+
+
 def test_prompts_keep_their_speed_where_each_step_costs_much() -> None:
     slow = StepTable.of(lambda points: [0.012 + seconds for seconds in on_device(points)], *AXES)
     alone_s = slow.step_s(2048, 0, 0) / 2048
