@@ -62,7 +62,11 @@ class Pace:
             map(_has_picture_ahead, itertools.chain(scheduler.running, starting))
         ):
             bounds = StepBounds(self._most_tokens, None)
-        num_tokens = bounds.num_tokens
+        # The bounds count a token for each request that decodes. Its drafts come on top: they would take the room of prompts, and of other requests.
+        num_drafts = (
+            sum(len(each.spec_token_ids) for each in scheduler.running) if scheduler.num_spec_tokens else 0
+        )
+        num_tokens = min(bounds.num_tokens + num_drafts, self._most_tokens)
         # Beside the tokens of the requests that run there may be no room for a whole block, of which vLLM computes no part if it fits into a step.
         num_running_tokens = len(scheduler.running) * (1 + scheduler.num_spec_tokens)
         if num_running_tokens < block_tokens - 1 < num_tokens < block_tokens + num_running_tokens:

@@ -72,7 +72,7 @@ vllm.v1.request:Request ENGINE
     call __init__(request_id, prompt_token_ids, sampling_params, pooling_params, *, mm_features, lora_request, cache_salt, block_hasher)
     read arrival_time block_hashes cache_salt lora_request max_tokens num_computed_tokens num_output_tokens num_preemptions num_prompt_tokens
         num_tokens priority request_id sampling_params session_id status structured_output_request
-    PACE: read mm_features
+    PACE: read mm_features spec_token_ids
     KV_TIERS: read skip_reading_prefix_cache
     KV_TIERS: write lora_request
 vllm.multimodal.inputs:MultiModalFeatureSpec ENGINE

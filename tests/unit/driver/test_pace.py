@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -72,10 +73,16 @@ def scheduler(block_tokens: int = 0) -> Any:
         max_num_scheduled_tokens=2048,
         requests=requests,
         running=list(requests),
-        num_spec_tokens=1,
+        num_spec_tokens=0,
         need_mamba_block_aligned_split=block_tokens > 0,
         cache_config=SimpleNamespace(block_size=block_tokens or 32),
     )
+
+
+def with_drafts(engine: Any, *drafts: int) -> None:
+    """Have requests run with so many drafts each, made by speculative decoding of up to four tokens."""
+    engine.num_spec_tokens = max(drafts)
+    engine.running = [SimpleNamespace(spec_token_ids=[7] * num) for num in drafts]
 
 
 def with_rank(rank: int) -> Any:
@@ -92,7 +99,7 @@ def with_rank(rank: int) -> Any:
         (1056, 40, 40),
         (7, 9, 9),  # those that run take more than a block's tokens
         (8, 9, 7),
-        *((0, wished, wished) for wished in (1, 5, 6, 1061)),
+        *((0, wished, wished) for wished in (4, 5, 6, 1061)),
     ],
 )
 def test_a_prompt_that_is_computed_in_whole_blocks_gets_on_beside_requests_that_run(
@@ -101,7 +108,20 @@ def test_a_prompt_that_is_computed_in_whole_blocks_gets_on_beside_requests_that_
     """vLLM computes no part of a block that a step has room for, and three requests of two tokens each take that room in every step."""
     nothing: Any = None
     engine = scheduler(block_tokens)
-    Pace(engine, nothing, nothing, 0.0).set_bounds(StepBounds(wished, None))
+    with_drafts(engine, 1, 1, 1)
+    Pace(engine, nothing, nothing, 0.0).set_bounds(StepBounds(wished - 3, None))
+    assert engine.max_num_scheduled_tokens == bound
+
+
+@pytest.mark.parametrize(
+    ("drafts", "bound"), [((0, 0, 0), 67), ((4, 0, 3), 74), ((4,) * 64, 67 + 256), ((4,) * 600, 2048)]
+)
+def test_drafts_take_nothing_from_prompts(drafts: Sequence[int], bound: int) -> None:
+    """64 tokens of prompts, and one for each of three requests."""
+    nothing: Any = None
+    engine = scheduler()
+    with_drafts(engine, *drafts)
+    Pace(engine, nothing, nothing, 0.0).set_bounds(StepBounds(67, None))
     assert engine.max_num_scheduled_tokens == bound
 
 
