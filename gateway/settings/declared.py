@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 import msgspec
@@ -9,6 +10,8 @@ import msgspec
 ENV_PREFIX = "OVERTURE_"
 # An address of an MCP server may hold a secret.
 SECRET_SETTINGS = frozenset({"api_keys", "operator_keys", "mcp_servers"})
+# The one engine argument that is a secret.
+_HUB_TOKEN = re.compile(r"^(\W*hf[-_]token\W*?)=.*", re.DOTALL)
 # In the order of the help.
 GROUPS = (
     "Server",
@@ -106,6 +109,8 @@ def shown(name: str, value: Any) -> str:
         return f"{len(value)} set, hidden" if value else "none"
     if value is None:
         return "unset"
+    if name == "engine_args":
+        value = tuple(_HUB_TOKEN.sub(r"\1=hidden", pair) for pair in value)
     if isinstance(value, tuple):
         return ", ".join(value) or "none"
     if isinstance(value, bool):

@@ -150,6 +150,14 @@ def test_the_key_in_vllms_variable_closes_the_server_where_no_setting_gives_one(
     assert not load(environ={"VLLM_API_KEY": ""}).has_api_keys
 
 
+def test_a_hubs_token_is_not_shown_among_the_engines_arguments() -> None:
+    for name in ("hf_token", "hf-token", "--hf-token"):
+        config = load({"engine_args": (f"{name}=hf_x1y2z3", "cpu_offload_gb=4")})
+        assert "cpu_offload_gb=4" in config.describe()
+        assert "x1y2z3" not in config.describe() + repr(config)
+        assert config.engine_args[0].endswith("=hf_x1y2z3")
+
+
 def test_a_chat_template_may_stand_in_one_line_as_with_vllm(tmp_path: Path) -> None:
     from gateway.app import node_config
 
