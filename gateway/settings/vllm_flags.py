@@ -225,6 +225,12 @@ def translate(
         if flag.name in FURTHER and flag.value is None:
             values = _taken(left)
             if needs_model and len(values) > 1:
+                if (
+                    flag.name == "--api-key"
+                ):  # a key that is taken for a model's name would be shown, and be asked for at the hub
+                    raise FlagRefusal(
+                        "--api-key: put the model before it, or repeat it for each key, so that no key is taken for the model"
+                    )
                 left.insert(0, values.pop())
             made += [flag.name, *values[:1]]
             made += [part for value in values[1:] for part in (FURTHER[flag.name], value)]

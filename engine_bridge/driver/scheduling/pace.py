@@ -73,7 +73,11 @@ class Pace:
             num_tokens = block_tokens - 1
         scheduler.max_num_scheduled_tokens = num_tokens
         scheduler.adaptive_long_prefill_threshold = False  # it would raise the bound
-        chunk_tokens = self._threshold if bounds.chunk_tokens is None else bounds.chunk_tokens
+        chunk_tokens = self._threshold
+        if (
+            bounds.chunk_tokens is not None
+        ):  # vLLM has it for all requests that run, so an answer's token and its drafts must fit in
+            chunk_tokens = max(bounds.chunk_tokens, 1 + scheduler.num_spec_tokens)
         scheduler.scheduler_config.long_prefill_token_threshold = chunk_tokens
 
     def decode_s(self, num_requests: int, num_tokens: int) -> float:

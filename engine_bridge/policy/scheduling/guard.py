@@ -24,6 +24,9 @@ TINY_SHARE = 0.005
 KEPT_SHARE = 0.998
 # Seconds that count as measured before any are. Chosen: a busy minute outweighs them.
 PRIOR_S = 30.0
+# A request that overtakes counts as this much work at least, so that no number of those that are predicted to take nothing passes others for ever.
+# Chosen: a step of a fast device.
+LEAST_WORK_S = 0.001
 # Predicted to run for less than this, a request still holds its place for a step. Chosen.
 LEAST_RUN_S = 0.01
 
@@ -137,7 +140,7 @@ class Guard:
     def owed(self, owed_s: float, work_s: float, is_first: bool) -> float:
         """Return the overtaking debt after one more start. At most the share of a full device's remaining work can be saved up."""
         if not is_first:
-            return owed_s + work_s
+            return owed_s + max(work_s, LEAST_WORK_S)
         return max(owed_s - self._repaid * work_s, -self.share * self._usual_left_s)
 
     def most_waited_s(self) -> float:

@@ -125,6 +125,15 @@ def test_drafts_take_nothing_from_prompts(drafts: Sequence[int], bound: int) -> 
     assert engine.max_num_scheduled_tokens == bound
 
 
+def test_no_part_of_a_prompt_is_so_short_that_an_answers_drafts_are_cut() -> None:
+    nothing: Any = None
+    engine = scheduler()
+    with_drafts(engine, 4, 0)
+    for wished, chunk in ((2, 5), (64, 64)):
+        Pace(engine, nothing, nothing, 0.0).set_bounds(StepBounds(300, wished))
+        assert engine.scheduler_config.long_prefill_token_threshold == chunk
+
+
 @pytest.mark.parametrize(
     ("is_whole", "num_computed", "is_bounded"),
     [(True, 0, False), (True, 10, False), (True, 265, False), (True, 266, True), (False, 10, True)],

@@ -328,7 +328,12 @@ def test_several_names_of_the_model_are_taken_and_a_model_behind_one_stays_the_m
     assert of(name, "a", "b", needs_model=False) == [name, "a", alias, "b"]
     assert of(name) == [name]
     keys = ["--api-key", "a", "--api-key", "b"]
-    assert of("m", "--api-key", "a", "b") == ["m", *keys] and of("--api-key", "a", "b", "m") == [*keys, "m"]
+    assert of("m", "--api-key", "a", "b") == ["m", *keys]
+    assert of("--api-key", "a", "b", "--model=m") == [*keys, "--model=m"]
+    with pytest.raises(
+        FlagRefusal, match=r"^[^z]*$"
+    ):  # one of them may be meant as a model, and none is shown
+        of("--api-key", "zzz", "zz")
     said = shown("demo/model", name, "a", "b", "c")
     assert re.search(r"served_model_name +a ", said) and re.search(r"served_model_aliases +b, c ", said)
 

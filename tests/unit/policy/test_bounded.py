@@ -104,6 +104,15 @@ def test_a_tiny_request_may_overtake_one_that_has_waited_as_long_as_others_did()
     assert queue.start_all() == "tiny 0 long tiny 1 short"
 
 
+def test_no_number_of_requests_that_take_nothing_passes_one_for_ever() -> None:
+    queue = after_a_long_queue()
+    queue.ask("long", 20.0)
+    queue.now += 39.9
+    for number in range(500):
+        queue.ask(f"nothing {number:03d}", 0.0)
+    assert queue.start_all().partition("long")[0].count("nothing") < 200
+
+
 def test_turns_of_programs_take_from_no_share() -> None:
     queue = after_a_long_queue()
     for number in range(2):
