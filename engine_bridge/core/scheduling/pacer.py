@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from msgspec import Struct
 
 from engine_bridge.policy.costs.costs import StepTable
-from engine_bridge.policy.scheduling.pacing import StepPace, pace
+from engine_bridge.policy.scheduling.pacing import StepPace, efficient_prefill_tokens, pace
 
 Progress = tuple[str, int, int]
 """A running request: its id, its tokens (prompt and answer), and how many of them are computed. A tuple: there is one for each in each step."""
@@ -29,6 +29,11 @@ class Pacer:
     table: StepTable
     target_s: float
     most_tokens: int
+    _efficient_tokens: int = field(init=False)
+    """Tokens of prompts with which steps beside decodes have done the most work of late."""
+
+    def __post_init__(self) -> None:
+        self._efficient_tokens = self.most_tokens
 
     def look(self, running: Sequence[Progress], bound_s: float = math.inf) -> StepPace:
         """Return the pace of the coming step. bound_s: the time that it may take, as for `pace` in `policy.scheduling.pacing`."""
@@ -40,7 +45,12 @@ class Pacer:
                 under_way.append(num_tokens - num_computed)
             else:
                 num_decodes += 1
-        return pace(self.table, self.target_s, num_decodes, num_context, under_way, self.most_tokens, bound_s)
+        most_tokens = self.most_tokens
+        if num_decodes:
+            most_tokens = self._efficient_tokens = efficient_prefill_tokens(
+                self.table, num_decodes, num_context, most_tokens, self._efficient_tokens
+            )
+        return pace(self.table, self.target_s, num_decodes, num_context, under_way, most_tokens, bound_s)
 
     def bounds(self, step: StepPace, num_running: int, num_starting_tokens: int) -> StepBounds:
         """Return the step's bounds. num_starting_tokens: of prompts that begin in this step."""

@@ -19,9 +19,10 @@ from engine_bridge.policy.costs.costs import StepGrid, StepTable
 UNDER_WAY_SHARE = 0.5
 # Prompts get at least this multiple of the time of a step's decodes. Chosen: where decodes take long, short steps would only repeat them.
 MIN_PREFILL_TIMES = 3.0
-# The same as a share of the speed at which prompts are computed in the largest step.
-MIN_PREFILL_SPEED = MIN_PREFILL_TIMES / (1 + MIN_PREFILL_TIMES)
-# A step computes fewer prompt tokens than it could only where it then does this many times as much work in its time. Chosen: a table's usual error.
+# Prompts are computed at this share of their speed in the largest step at least. Chosen: between two sizes of a table that double the best one
+# has 0.7 to 0.8, and what was not measured lately is a tenth off (bench/LOG.md).
+MIN_PREFILL_SPEED = 0.6
+# Steps change their number of prompt tokens where another does this many times as much work in its time. Chosen: beyond a table's usual error.
 LEAST_GAIN = 1.1
 # A step computes at least this many prompt tokens, however long it takes: with fewer, a CPU's matrix products get slower per token. Chosen.
 MIN_PREFILL_TOKENS = 64
@@ -57,50 +58,54 @@ def pace(
 ) -> StepPace:
     """Return the pace with the most prompt tokens that keep the step within `target_s`, or that take MIN_PREFILL_TIMES the time of its decodes.
 
-    Where fewer tokens do more work in their time, it has no more than these: see `efficient_prefill_tokens`.
-
     Args:
         table: predicts the seconds of a step.
         target_s: seconds that a step should take at most.
         num_decodes: requests that decode a token in the step.
         num_context_tokens: tokens in KV that they attend to.
         under_way: tokens that are left of each prompt which has begun.
-        most_tokens: the engine's own bound.
+        most_tokens: the engine's own bound, or fewer that do more work in their time: see `efficient_prefill_tokens`.
         bound_s: seconds that the step may take in any case; prompts wait for that, however long its decodes take.
     """
     decodes_s = table.step_s(0, num_decodes, num_context_tokens)
     target_s = min(max(target_s, (1 + MIN_PREFILL_TIMES) * decodes_s), bound_s)
-    most_tokens = efficient_prefill_tokens(table, num_decodes, num_context_tokens, most_tokens)
     num = most_prefill_tokens(table, target_s, num_decodes, num_context_tokens, most_tokens)
     kept = min(sum(under_way), max(int(num * UNDER_WAY_SHARE), 1))
     return StepPace(prefill_tokens=num, starting_tokens=num - kept, num_prefilling=len(under_way))
 
 
 def efficient_prefill_tokens(
-    table: StepTable, num_decodes: int, num_context_tokens: int, most_tokens: int
+    table: StepTable, num_decodes: int, num_context_tokens: int, most_tokens: int, last_tokens: int
 ) -> int:
     """Return the prompt tokens with which a step beside decodes does the most work in its time, while prompts keep MIN_PREFILL_SPEED.
 
     Work counts as the seconds that decodes take alone, and a token of a prompt in the largest step beside them: steps without decodes are rare where
-    much runs, so what the table says of those is old. A GPU reads the weights and the KV of all decoding requests in
-    each step, and computes some hundred prompt tokens in that time: spread over many steps a prompt is nearly free, and holds up no stream. Where
-    each token takes its time, as on most CPUs, the largest step does the most.
+    much runs, so what the table says of those is old. A GPU reads the weights and the KV of all decoding requests in each step, and computes some
+    hundred prompt tokens in that time: spread over many steps a prompt is nearly free, and holds up no stream. Where each token takes its time, as on
+    most CPUs, the largest step does the most.
+
+    Args:
+        table: predicts the seconds of a step.
+        num_decodes: requests that decode a token in the step.
+        num_context_tokens: tokens in KV that they attend to.
+        most_tokens: the engine's own bound.
+        last_tokens: what this returned last, which stays unless another number does LEAST_GAIN times as much; the bound at first.
 
     Source: decode-maximal batches are Sarathi's (Agrawal et al., OSDI 2024), whose size is fixed ahead; by a table that real steps correct, ours.
     """
-    if not num_decodes:
-        return most_tokens
     token_s = table.step_s(most_tokens, num_decodes, num_context_tokens) / most_tokens
     decodes_s = table.step_s(0, num_decodes, num_context_tokens)
-    best, most_work = most_tokens, 0.0
-    for num in (most_tokens, *table.prefill_sizes(MIN_PREFILL_TOKENS, most_tokens)):
+    best, most_work, last_work = most_tokens, 0.0, 0.0
+    for num in (*table.prefill_sizes(MIN_PREFILL_TOKENS, most_tokens), most_tokens):
         seconds = table.step_s(num, num_decodes, num_context_tokens)
-        work = (num * token_s + decodes_s) / seconds if seconds else math.inf
-        if num == most_tokens:
-            most_work = LEAST_GAIN * work
-        elif work > most_work and num * token_s >= MIN_PREFILL_SPEED * seconds:
+        if not seconds or (num < most_tokens and num * token_s < MIN_PREFILL_SPEED * seconds):
+            continue
+        work = (num * token_s + decodes_s) / seconds
+        if num == last_tokens:
+            last_work = work
+        if work > most_work:
             best, most_work = num, work
-    return best
+    return best if most_work > LEAST_GAIN * last_work else last_tokens
 
 
 def most_prefill_tokens(

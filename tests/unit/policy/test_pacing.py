@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine_bridge.core.scheduling.pacer import Pacer
 from engine_bridge.policy.costs.costs import StepTable
 from engine_bridge.policy.scheduling import pacing
 from engine_bridge.policy.scheduling.pacing import StepPace, most_prefill_tokens, pace, table_from
@@ -39,13 +40,35 @@ def on_device(points: Sequence[tuple[int, int, int]]) -> list[float]:
 AXES = (0, 32, 64, 128, 256, 512, 1024, 2048), (0, 1, 8, 64), (0, 1 << 20)
 
 
-@pytest.mark.parametrize(("num_decodes", "num_tokens"), [(0, 2048), (1, 256), (8, 256)])
-def test_beside_decodes_a_step_computes_what_its_memory_leaves_time_for(
-    num_decodes: int, num_tokens: int
-) -> None:
+def efficient(table: StepTable, num_decodes: int, most_tokens: int = 2048, last_tokens: int = 0) -> int:
+    last_tokens = last_tokens or most_tokens
+    return pacing.efficient_prefill_tokens(table, num_decodes, 1000, most_tokens, last_tokens)
+
+
+def test_beside_decodes_a_step_computes_what_its_memory_leaves_time_for() -> None:
     table = StepTable.of(on_device, *AXES)
-    assert pace(table, 0.5, num_decodes, 1000, [], 2048).prefill_tokens == num_tokens
-    assert pace(table, 0.5, num_decodes, 1000, [], 200).prefill_tokens == 200, "the engine's own bound"
+    assert efficient(table, 1) == efficient(table, 8) == 256
+    assert efficient(table, 8, 200) == 200, "the engine's own bound"
+    assert efficient(table, 8, last_tokens=512) == 256
+    pacer = Pacer(table, 0.5, 2048)
+    decoding, beginning = ("a", 900, 899), ("b", 5000, 0)
+    for running, num_tokens in (
+        ([beginning], 2048),
+        ([decoding, beginning], 256),
+        ([beginning], 2048),
+        ([decoding], 256),
+    ):
+        assert pacer.look(running).prefill_tokens == num_tokens
+
+
+def test_a_number_of_tokens_stays_until_another_does_clearly_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal steps differ, and each change to a larger one holds up the answers that are written."""
+    table = StepTable.of(on_device, *AXES)
+    least = max(
+        pacing.LEAST_GAIN, 1.3
+    )  # 256 tokens do a fifth more work in their time than 512, and half as much more than 2,048
+    monkeypatch.setattr(pacing, "LEAST_GAIN", least)
+    assert [efficient(table, 8, last_tokens=last) for last in (256, 512, 2048)] == [256, 512, 256]
 
 
 def test_what_steps_took_without_decodes_does_not_count_beside_them() -> None:
@@ -57,21 +80,19 @@ def test_what_steps_took_without_decodes_does_not_count_beside_them() -> None:
         ],
         *AXES,
     )
-    assert pace(old, 0.5, 8, 1000, [], 2048).prefill_tokens == 256
+    assert efficient(old, 8) == 256
 
 
 def test_prompts_keep_their_speed_where_each_step_costs_much() -> None:
     slow = StepTable.of(lambda points: [0.012 + seconds for seconds in on_device(points)], *AXES)
-    alone_s = slow.step_s(2048, 0, 0) / 2048
-    assert 256 * alone_s < pacing.MIN_PREFILL_SPEED * slow.step_s(256, 4, 1000)
-    assert pace(slow, 0.5, 4, 1000, [], 2048).prefill_tokens == 512
+    token_s = slow.step_s(2048, 4, 1000) / 2048
+    assert 256 * token_s < pacing.MIN_PREFILL_SPEED * slow.step_s(256, 4, 1000)
+    assert efficient(slow, 4) == efficient(slow, 4, last_tokens=256) == 512
 
 
-@given(st.integers(0, 64), st.integers(0, 1 << 20), st.integers(1, 4096))
-def test_where_each_token_takes_its_time_the_largest_step_is_best(
-    num_decodes: int, num_context: int, most_tokens: int
-) -> None:
-    assert pacing.efficient_prefill_tokens(LINEAR, num_decodes, num_context, most_tokens) == most_tokens
+@given(st.integers(1, 64), st.integers(1, 4096))
+def test_where_each_token_takes_its_time_the_largest_step_is_best(num_decodes: int, most_tokens: int) -> None:
+    assert efficient(LINEAR, num_decodes, most_tokens) == most_tokens
 
 
 @pytest.mark.parametrize(("starting", "chunk"), [(0, 75), (50, 62), (100, 50), (500, 50)])
