@@ -19,6 +19,7 @@ def note_steps(table: StepTable, seen: Seen, also: Callable[[], Sequence[float]]
     observe = table.observe
 
     def noted(*work_and_seconds: Any) -> None:
+        """Note a step that computes anything, then tell the table."""
         *work, seconds = work_and_seconds
         if any(work[:2]):
             seen.append([table.step_s(*work), seconds, *also(), *work])
@@ -32,6 +33,7 @@ def note_copies(table: CopyTable, seen: Seen, also: Callable[[], Sequence[float]
     observe = table.observe
 
     def noted(num_bytes: int, seconds: float, now: float) -> None:
+        """Note a copy, then tell the table."""
         seen.append([table.copy_s(num_bytes, now), seconds, *also(), num_bytes])
         observe(num_bytes, seconds, now)
 

@@ -163,6 +163,7 @@ class LocalNode:
 
     def _make_driver(self) -> VllmDriver:
         def make(config: EngineConfig, tiers: KvTiers | None) -> VllmDriver:
+            """Return a driver with the adapters that the node serves now."""
             return VllmDriver(
                 config,
                 self._catalog.served(),

@@ -38,6 +38,7 @@ def measure(folder: Path) -> dict[str, Any]:
     progress, found = Progress(), dict[str, Any]()
 
     def reached(name: str) -> None:
+        """Note the seconds until now under this name."""
         found[name] = round(progress.elapsed_s, 1)
         progress.say(name)
 

@@ -90,11 +90,13 @@ async def measure_streams(server: Server, repeats: int) -> dict[str, Any]:
     rounds = iter(range(1, 1000))
 
     async def gateway_rate() -> float:
+        """Return the tokens per second through the gateway's sockets."""
         arguments = ("--streams", NUM_STREAMS, "--tokens", NUM_TOKENS, "--round", next(rounds))
         result = await load("stream", server.port, *arguments)
         return result["num_tokens"] / result["elapsed_s"]
 
     async def bare_rate() -> float:
+        """Return the tokens per second of the bare engine loop."""
         node = server.services.node
         prompts = await node.run_on_engine(lambda driver: render(driver, next(rounds)))
         # The peer's best settings: it too makes an output of several tokens at a time.

@@ -178,6 +178,7 @@ def main() -> None:
 
 def _of_family(name: str, *, has_peer: bool) -> Any:
     async def play(scratch: Path, note: Note) -> Any:
+        """Play a family's cases on two ranks."""
         flags = [TWO_RANKS, *FAMILIES.get(name, ())]
         return await plays.family_play(BY_NAME[name], scratch, note, has_peer=has_peer, flags=flags)
 

@@ -79,6 +79,7 @@ def simulate() -> None:
     """Keep each run of `SIMULATED`, continue when one fails, and write the page. Raises RunError in the end if any failed."""
 
     def is_kept(number: int, name: str) -> bool:
+        """Run and keep a table; return whether that worked."""
         began = time.perf_counter()
         print(f"{number} of {len(SIMULATED)}: {name}", file=sys.stderr, flush=True)
         try:

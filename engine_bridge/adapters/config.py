@@ -169,6 +169,7 @@ def ranks_of(rank: int, pattern: Mapping[str, int] | None) -> Callable[[str], in
             regexes.append((place, re.compile(rf"(.*\.)?({key})$"), value))
 
     def rank_of(module: str) -> int:
+        """Return the rank of one module."""
         parts = module.split(".")
         tails = (".".join(parts[start:]) for start in range(len(parts))) if plain else ()
         place, found = min((plain[tail] for tail in tails if tail in plain), default=(math.inf, rank))

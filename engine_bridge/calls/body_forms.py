@@ -173,6 +173,7 @@ def _parts(item: dict[str, Any], name: str) -> dict[str, Any]:
     """Return an item with its parts of this name without nulls; pictures get the usual detail where they name none."""
 
     def part(value: dict[str, Any]) -> dict[str, Any]:
+        """Return one part."""
         kept: dict[str, Any] = without_nulls(value)
         return {"detail": "auto"} | kept if value.get("type") == "input_image" else kept
 

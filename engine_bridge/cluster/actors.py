@@ -104,6 +104,7 @@ class NodeActor:
         node = settings.node
 
         def make_node() -> Any:
+            """Return a new node by the settings that came with this process."""
             return getattr(importlib.import_module(module), name)(node.settings)
 
         def load(made: Any) -> None:

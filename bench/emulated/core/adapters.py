@@ -212,6 +212,7 @@ class EmulatedAdapters:
         size = self._num_bytes[fill.adapter_id - 1]
 
         def filled(now: float) -> None:
+            """Note that the slot can be computed with."""
             self.core.filled(fill.adapter_id, fill.slot)
             self._do(self.core.laid_out(fill.adapter_id))
             self._on_moved()

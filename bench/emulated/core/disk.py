@@ -70,6 +70,7 @@ class EmulatedDisk:
         moved: asyncio.Future[None] = self._loop.create_future()
 
         def done(now: float) -> None:
+            """Let the waiting task go on."""
             if not moved.done() and not self._loop.is_closed():
                 moved.set_result(None)
                 self._loop.turn()

@@ -126,6 +126,7 @@ class NoisyLink(SharedLink):
         began_s = self._clock.now
 
         def ended(now: float) -> None:
+            """Count the copy, and say that it has ended."""
             self.copied.num_bytes += num_bytes
             self.copied.num_copies += self._copies_each
             self.copied.seconds += now - began_s
@@ -151,6 +152,7 @@ class InTurn:
         num_bytes, done = self._waiting[0]
 
         def ended(now: float) -> None:
+            """Begin the next one."""
             self._waiting.popleft()
             if self._waiting:
                 self._begin()

@@ -89,6 +89,7 @@ def play_on_node(
     said_s = time.perf_counter()
 
     def submit(arrival: Arrival) -> None:
+        """Send a request, and now and then print how far the play is."""
         nonlocal said_s
         node.submit(arrival)
         if time.perf_counter() - said_s > SAY_AFTER_S:

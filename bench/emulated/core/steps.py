@@ -129,6 +129,7 @@ def with_table(cost: StepCost) -> StepCost:
     """Give a data sheet's cost the table that a live engine would go by, and return it."""
 
     def seconds(points: Sequence[tuple[int, int, int]]) -> list[float]:
+        """Return the seconds of steps by tokens of prompts, decoding requests and their context tokens."""
         return [cost.step_s([Chunk(p, 0, 0, True)] if p else [], d, c) for p, d, c in points]
 
     cost.table = StepTable.of(seconds, PREFILL_AXIS, DECODE_AXIS, CONTEXT_AXIS)

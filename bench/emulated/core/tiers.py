@@ -236,6 +236,7 @@ class EmulatedTiers(KvTiers):
         """Run a step; by itself it takes `compute_s`. ended: called at its end with the device's blocks that did not come in time."""
 
         def end(failed: set[int]) -> None:
+            """End the step."""
             self._step = None
             self.num_failed_loads += len(failed)
             ended(failed)

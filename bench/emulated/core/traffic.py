@@ -174,6 +174,7 @@ def play(clock: Clock, arrivals: Sequence[Arrival], submit: Callable[[Arrival], 
     """Submit requests when they come, and run until no event is left. Only the next one is in the clock's heap, which stays small."""
 
     def come(at: int) -> None:
+        """Submit the request at this place, and have the next one come at its time."""
         submit(arrivals[at])
         if at + 1 < len(arrivals):
             clock.at(arrivals[at + 1].at_s, lambda now: come(at + 1))

@@ -29,6 +29,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         handle = asyncio.TimerHandle(when, callback, args, self, context)
 
         def due(now: float) -> None:
+            """Call back now, unless that was cancelled."""
             if not handle.cancelled() and not self.is_closed():
                 self.call_soon(callback, *args, context=context)
                 self.turn()

@@ -121,6 +121,7 @@ def block_hasher(block_tokens: int) -> Callable[[Request], list[BlockHash]]:
     """
 
     def name_new_blocks(request: Request) -> list[BlockHash]:
+        """Return names of the request's full blocks that have none yet."""
         return block_names(
             request.prompt_token_ids[0], len(request.block_hashes), request.num_tokens // block_tokens
         )

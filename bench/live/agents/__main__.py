@@ -91,6 +91,7 @@ def framework_python(progress: Progress) -> Path | None:
     folder = cache_folder() / f"openai-agents-{hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()[:12]}"
 
     def install(written: Path) -> None:
+        """Make the environment."""
         progress.say(f"installing {REQUIREMENTS.name}")
         own = [sys.executable, "-m", "venv", str(written)]
         pip = [str(written / "bin" / "python"), *"-m pip install -q --no-compile --no-input -r".split()]
@@ -131,6 +132,7 @@ async def play_round(server: ServerProcess, number: int, python: Path | None, *,
     made = programs(number, has_framework=python is not None)
 
     async def one(program: LiveProgram) -> None:
+        """Play one program at its time."""
         await asyncio.sleep(program.at_s)
         began_s = time.perf_counter()
         await play(LOOPS[program.api](server.url, program, played.calls, is_named=is_named))

@@ -25,6 +25,7 @@ async def play(program: dict[str, Any], wish: dict[str, Any]) -> list[dict[str, 
     steps = iter(program["steps"])
 
     async def note(response: Any) -> None:
+        """Note the session that a reply names."""
         seen.append(
             {"session": response.headers.get("X-Overture-Session", ""), "began_s": time.perf_counter()}
         )

@@ -70,6 +70,7 @@ async def capacity(http: aiohttp.ClientSession, server: Server, name: str) -> Ca
     ends_s, answer_s = list[float](), list[float]()
 
     async def ask_on(number: int) -> None:
+        """Ask one question after the other until the time is up."""
         history = text(FIRST_TOKENS, name, number)
         while (asked_s := time.monotonic()) < count_from_s + MEASURED_S:
             first_s, answer, _ = await complete(http, server, history, rng.randint(8, 64), f"{name}-{number}")

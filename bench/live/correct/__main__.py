@@ -84,6 +84,7 @@ async def run(
     computed_by_vllm = {f"family {family.name}" for family in FAMILIES if family.has_own_rounding}
 
     def note(case: Checked) -> None:
+        """Keep a case and print its line."""
         cases.append(case)
         marks = (
             [f"{case.num_wrong} WRONG"] * bool(case.num_wrong) + ["STALE"] * case.is_stale + [case.problem]
@@ -91,6 +92,7 @@ async def run(
         print(f"  {case.play:<32} {case.case:<58} cached {case.num_cached:>4}  {' '.join(marks)}", flush=True)
 
     async def play_on() -> None:
+        """Take the next play and play it, until none is left."""
         for name, play in waiting:
             progress.say(name)
             with tempfile.TemporaryDirectory(prefix="correct-") as scratch:

@@ -54,6 +54,7 @@ def plain(num_bytes: int, device: str, wait: Callable[[], None]) -> dict[str, fl
         streams = [torch.cuda.Stream() for _ in range(2)]
 
         def both() -> None:
+            """Copy both ways at once."""
             for stream, (into, source) in zip(
                 streams, ((on_device[0], back), (out, on_device[1])), strict=True
             ):
@@ -81,7 +82,10 @@ def blocks(num_bytes: int, row_bytes: int, device: str, wait: Callable[[], None]
     slots = [list(range(layer * num_rows, (layer + 1) * num_rows)) for layer in range(NUM_LAYERS)]
 
     def way(copy: Callable[[int, Sequence[int], Sequence[int]], None]) -> Callable[[], None]:
+        """Return a function that copies all layers, as a step does."""
+
         def step() -> None:
+            """Copy all layers."""
             for layer in range(NUM_LAYERS):
                 copy(layer, chosen, slots[layer])
             copier.end_step(lambda: None)

@@ -134,6 +134,7 @@ def pack(source: Path, parts: Parts) -> None:
 
 def _feed(source: IO[bytes], sink: IO[bytes]) -> threading.Thread:
     def copy() -> None:
+        """Copy the file, and end it."""
         with sink:
             shutil.copyfileobj(source, sink, 1 << 20)
 

@@ -206,6 +206,7 @@ class Engine(ABC):
 
     async def _together(self, asks: Sequence[Ask], advised: Sequence[tuple[float, str]]) -> list[Answer]:
         async def advise(at_s: float, session: str) -> None:
+            """Send an advisory at its time."""
             await asyncio.sleep(at_s)
             self.advise(session)
 
@@ -282,6 +283,7 @@ class Engine(ABC):
         asked: list[dict[str, Any]] = []
 
         async def person(script: dict[str, Any]) -> None:
+            """Ask one person's questions."""
             session = script["session"]
             for asks_s, leads_s in zip(script["asks_s"], script["leads_s"], strict=True):
                 lead_s = min(leads_s, asks_s) if leads_s is not None else 0.0

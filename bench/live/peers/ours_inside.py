@@ -42,6 +42,7 @@ def break_next_step(driver: Any) -> None:
     """Have the next step with requests fail, as a CUDA error would let it."""
 
     def fail() -> None:
+        """Fail."""
         raise RuntimeError("a step was made to fail")
 
     driver.engine.step = fail
@@ -178,6 +179,7 @@ def time_steps(driver: Any, times: list[float]) -> None:
     step = driver._step_engine
 
     def timed() -> Any:
+        """Step the engine and record the seconds."""
         started_s = time.perf_counter()
         outputs = step()
         times.append(time.perf_counter() - started_s)

@@ -48,6 +48,7 @@ def main() -> None:
     enter, step, is_fault_due = Server.__aenter__, VllmDriver.step, threading.Event()
 
     async def watched(server: Server) -> Server:
+        """Watch the event loop from the server's start."""
         server.watching = asyncio.create_task(watch_loop(Path(os.environ[STALLS_FILE])))
         return await enter(server)
 

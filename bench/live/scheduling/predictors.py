@@ -58,6 +58,7 @@ def measure(
         worker.wait_ready()
 
         def play(asks: Sequence[Ask], policy: str, history: Any, **use: Any) -> tuple[float, dict[str, Any]]:
+            """Return the seconds until all are answered, and the predictions."""
             worker.call("empty")
             worker.call("use", policy=policy, history=history, rate_per_s=TIGHT_RATE_PER_S, **use)
             elapsed_s = max(answer.token_s[-1] for answer in worker.play(asks))

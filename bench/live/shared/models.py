@@ -98,6 +98,7 @@ def adapter_folders(shape: ModelShape, ranks: Sequence[int]) -> list[Path]:
     for number, (folder, rank) in enumerate(zip(folders, ranks, strict=True)):
 
         def write(written: Path, number: int = number, rank: int = rank) -> None:
+            """Write one adapter."""
             write_adapter(written, shape, rank, seed=number)
 
         write_once(folder, "adapter_config.json", write)
@@ -168,6 +169,7 @@ def write_adapter(
     dtype = getattr(torch, shape.dtype)
 
     def weight(size: tuple[int, int], deviation: float) -> Any:
+        """Return random weights of this size and standard deviation."""
         return torch.from_numpy(generator.standard_normal(size, dtype=np.float32)).mul_(deviation).to(dtype)
 
     tensors, modules = {}, list(shape.adapted) if modules is None else modules

@@ -94,6 +94,7 @@ class LoaderThread:
         """Run the rest of a slot's work. `take_done` calls `then` with the seconds it took and the error it raised, if any."""
 
         def run() -> None:
+            """Run `finish`, and hand its duration and its error to `then`."""
             started_s, problem = time.perf_counter(), None
             try:
                 finish()

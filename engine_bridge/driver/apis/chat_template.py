@@ -152,6 +152,7 @@ def opener_of_calls(tokenizer: Any, given: str | None) -> int | None:
     """
 
     def ids(answer: Any) -> list[int]:
+        """Return the tokens of a conversation that ends with this answer."""
         text = tokenizer.apply_chat_template(
             [_ASKED, answer],
             tools=[{"type": "function", "function": _TOOL}],

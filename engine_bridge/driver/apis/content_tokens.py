@@ -82,6 +82,7 @@ def split_contents(renderer: Any, off: Off) -> frozenset[int]:
     render, tokenize = renderer.render_messages_async, renderer.tokenize_prompts_async
 
     async def in_thread(work: Any, *args: Any) -> Any:
+        """Run work on the renderer's thread."""
         return await asyncio.get_running_loop().run_in_executor(renderer._executor, work, *args)
 
     async def render_messages(messages: Any, params: Any) -> Any:

@@ -22,6 +22,7 @@ def with_cut_calls(parser: type) -> type:
         """The parser, with calls that were cut, and with the tokens of a whole thought counted in a stream, too."""
 
         def parse_delta(self, *args: Any, finished: bool, **options: Any) -> Any:
+            """Return the next piece of a stream, as vLLM's parser does."""
             delta = super().parse_delta(*args, finished=finished, **options)
             if finished and hasattr(self.reasoning_parser, "_streaming_count_valid"):
                 # vLLM's count lacks the last piece of a thought with which the answer ends.

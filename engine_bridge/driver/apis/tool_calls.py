@@ -74,6 +74,7 @@ def demands_as_json(parser: type, holds_calls: bool = False) -> type:
             """Return None: vLLM would hand an xgrammar tag to the grammars, which cannot read it."""
 
         def adjust_request(self, request: Any) -> Any:
+            """Put the grammar of its calls into a request that offers tools."""
             if not request.tools or request.tool_choice in (None, "none", "auto"):
                 request = super().adjust_request(request)
                 return _held(request) if holds_calls else request

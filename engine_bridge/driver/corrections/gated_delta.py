@@ -21,6 +21,7 @@ def install() -> None:
 
     @wraps(stock)
     def causal_conv1d_fwd_cpu(x: Any, *rest: Any, **options: Any) -> Any:
+        """Convolve `x`, of shape (size, num_tokens)."""
         if x.shape[1] == 1 and x.stride(0) == 1:
             x = x.as_strided(x.shape, (1, x.shape[0]))
         return stock(x, *rest, **options)

@@ -85,6 +85,7 @@ def _note_steps(runner: Any, rows: LogitsRows, language: Any) -> None:
     def set_active_loras(
         prompt_lora_mapping: Any, token_lora_mapping: Any, lora_requests: Any, mapping_type: Any = language
     ) -> None:
+        """Tell vLLM's layers of the step, and note its rows."""
         stock(prompt_lora_mapping, token_lora_mapping, lora_requests, mapping_type)
         if mapping_type == language:
             rows.begin_step(prompt_lora_mapping, token_lora_mapping)
@@ -123,6 +124,7 @@ def _note_sampled_rows(runner: Any, rows: LogitsRows) -> None:
     stock_sample, stock_sample_tokens = runner.sample, runner.sample_tokens
 
     def sample(hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any) -> Any:
+        """Note how many rows each request samples, and sample."""
         rows.hidden_states = hidden_states
         rows.sample(np.diff(input_batch.cu_num_logits_np).tolist())
         return stock_sample(hidden_states, input_batch, grammar_output)

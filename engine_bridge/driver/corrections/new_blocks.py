@@ -21,6 +21,7 @@ def install(engine: Any) -> None:
     kv_caches = kv_caches_of(engine) if ranks is None else []
 
     def get_new_blocks(num_blocks: int) -> list[Any]:
+        """Return new blocks, as vLLM's pool does."""
         blocks: list[Any] = stock(num_blocks)
         numbers = [int(block.block_id) for block in blocks]
         if ranks is None:

@@ -63,6 +63,7 @@ class HeldBlocks:
         self._kept[number] = list(blocks), then
 
         def end(is_made: bool) -> None:
+            """Note that the copy has ended."""
             self._ended.put((number, is_made))
             self._wake()
 

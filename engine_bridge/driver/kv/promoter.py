@@ -313,6 +313,7 @@ class Promoter:
         owners = [source.group.id for source in copy.sources]
 
         def filled(is_made: bool) -> None:
+            """Let the blocks be found."""
             entries = copy.entries[copy.start : copy.start + len(blocks)]
             with self._contained():
                 try:
@@ -360,6 +361,7 @@ def _in_turn(
     """Return the callback for the end of a copy: it releases the host memory first, then calls `end`."""
 
     def call() -> None:
+        """Release the copy's host memory, and tell that it has ended."""
         release()
         end(is_made)
 

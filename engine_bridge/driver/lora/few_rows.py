@@ -35,6 +35,7 @@ Floats = Any
 @intrinsic
 def _fma(context: Any, a: Any, b: Any, c: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        """Emit the fused multiply-add."""
         return builder.fma(*arguments)
 
     return types.float32(types.float32, types.float32, types.float32), generate
@@ -172,6 +173,7 @@ def terms_at_a_time(num_terms: int, num_columns: int, *, is_shrink: bool = False
     y = torch.zeros(12, num_columns) if is_shrink else torch.randn(12, num_columns, generator=generator)
 
     def product(rows: int) -> Floats:
+        """Return MKL's product for the first `rows` rows."""
         added = (
             shrink(x[:rows], matrix, torch.get_num_threads())
             if is_shrink

@@ -104,6 +104,7 @@ class SegmentPunicaWrapper(PunicaWrapperCPU):
         written: set[int] = set()
 
         def reset_and_forget(index: int) -> None:
+            """Empty a slot, and vLLM's stacks where they were written."""
             packs[index] = None
             if index in written:  # else the stacks are zeros, which need no memory until they are written
                 written.discard(index)

@@ -24,6 +24,7 @@ def _copy_line(context: Any, to: Any, of: Any) -> Any:
     """Copy 64 bytes from address `of` to address `to`, which is a multiple of 64."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        """Emit a load and a nontemporal store of one line."""
         line = ir.VectorType(ir.IntType(64), LINE_BYTES // 8)
         to, of = (builder.inttoptr(address, line.as_pointer()) for address in arguments)
         store = builder.store(builder.load(of, align=8), to, align=LINE_BYTES)
@@ -38,6 +39,7 @@ def _settle(context: Any) -> Any:
     """Make all copies visible to any thread that is told afterwards that the copy is done."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        """Emit the memory fence."""
         builder.fence("seq_cst")
         return context.get_dummy_value()
 

@@ -163,6 +163,7 @@ def _ceiling(caches: Sequence[torch.Tensor], pool: HostPool) -> float:
     is_cuda = source.device.type == "cuda"
 
     def copy_s(part: torch.Tensor) -> float:
+        """Copy a stretch and return the seconds."""
         started_s = time.perf_counter()
         into.copy_(part)
         if is_cuda:

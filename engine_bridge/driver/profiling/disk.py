@@ -120,6 +120,7 @@ def _parts(memory: memoryview, shape: BlockShape) -> Callable[[int, int], memory
     """Return a function that returns the part of a memory for a block and a layer."""
 
     def part(block: int, layer: int) -> memoryview:
+        """Return the memory of a block's layer."""
         start = block * shape.block_bytes + layer * shape.layer_bytes
         return memory[start : start + shape.layer_bytes]
 

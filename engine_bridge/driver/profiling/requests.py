@@ -53,6 +53,7 @@ class CraftedRequests:
         schedule = self._scheduler.schedule
 
         def noting(*args: Any, **kwargs: Any) -> Any:
+            """Schedule a step and keep its output."""
             self._last_output = schedule(*args, **kwargs)
             return self._last_output
 

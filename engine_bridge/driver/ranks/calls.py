@@ -34,6 +34,7 @@ def answered(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(*args: Any) -> tuple[bool, Any]:
+        """Call the method."""
         try:
             return True, method(*args)
         except Exception as error:
@@ -192,6 +193,7 @@ class RanksCopier:
         self._open.append(give_up)  # for `rest`, where a rank ends meanwhile
 
         def ended(is_made: bool) -> None:
+            """Tell how the copies have ended."""
             self._open.remove(give_up)
             (then if is_made else give_up)()
 

@@ -64,6 +64,7 @@ def telling(method: Callable[..., Returned]) -> Callable[..., Returned]:
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Returned:
+        """Call the method."""
         try:
             return method(*args, **kwargs)
         except Exception as error:

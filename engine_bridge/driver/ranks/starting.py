@@ -51,6 +51,7 @@ def ranks_starting(*, is_quiet: bool) -> Iterator[None]:
         resource_tracker.ensure_running()
 
     def make_worker_process(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        """Start a rank."""
         with _environment(variables), _log_level(vllm_config, is_quiet=is_quiet), _held_back(signal.SIGINT):
             handle = stock(vllm_config, *args, **kwargs)
         started.append(handle.proc)
@@ -136,6 +137,7 @@ def _note_kills(process: Any, killed: list[int]) -> None:
     stock = process.kill
 
     def kill() -> None:
+        """Kill the process."""
         killed.append(process.pid)
         stock()
 

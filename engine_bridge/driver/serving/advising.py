@@ -59,7 +59,10 @@ async def advise(
         hashes = await asyncio.to_thread(client.versions.hashes_of, advisory.token_ids, salt, adapter)
 
     def begin(driver: VllmDriver) -> None:
+        """Hand the advisory to the promoter."""
+
         def report(state: AdvisoryReport) -> None:
+            """Pass a report on to the event loop, with the adapter's part of it."""
             told = driver.adapters.accounted(adapter_id, state) if adapter_id else state
             loop.call_soon_threadsafe(on_change, told)
 

@@ -231,6 +231,7 @@ class BridgeEngineClient(EngineClient):
         self._waits.watch(unique_id, request, text, until_s)
 
         def add(driver: VllmDriver) -> None:
+            """Add the request to the engine; its failure ends the stream."""
             try:
                 driver.add(unique_id, request, text)
             except Exception as error:

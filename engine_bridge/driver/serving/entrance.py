@@ -29,6 +29,7 @@ class Entrance:
         is_left = False
 
         def leave() -> None:
+            """Give the place back, unless that was done before."""
             nonlocal is_left
             if not is_left:
                 is_left = True

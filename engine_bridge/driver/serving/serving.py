@@ -163,6 +163,7 @@ class Serving:
         )
 
         async def tell_tokenizer(*_: Any) -> Any:
+            """Return the tokenizer's facts."""
             found = await tokenization.get_tokenizer_info()
             return tokenizer_facts(found, self._client.renderer.get_tokenizer())
 
@@ -235,6 +236,7 @@ class Serving:
             raise
 
         def leave_both() -> None:
+            """Give both places back."""
             read()
             leave()
 

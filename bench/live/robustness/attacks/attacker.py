@@ -42,6 +42,7 @@ def case(name: str, *, bad: tuple[str, ...] = ("open",)) -> Callable[[Attack], A
     """Enter the attack that follows into CASES. bad: outcomes that mean harm."""
 
     def enter(attack: Attack) -> Attack:
+        """Enter the attack, and return it."""
         CASES.append(Case(name, attack, bad))
         return attack
 
@@ -52,6 +53,7 @@ def sends(name: str, make: Callable[[], Sequence[Body]]) -> None:
     """Enter an attack that sends bodies, one after the other. They are made when its turn comes."""
 
     async def attack(attacker: Attacker) -> Outcome:
+        """Send the bodies."""
         return [await attacker.post(path, body) for path, body in make()]
 
     case(name)(attack)
@@ -61,6 +63,7 @@ def chats(name: str, make: Callable[[], dict[str, Any] | Sequence[dict[str, Any]
     """Enter an attack that asks a chat question, or several in turn, with these fields. They are made when its turn comes."""
 
     def bodies() -> list[Body]:
+        """Return the chat bodies."""
         made = make()
         return [(CHAT, chat_body(fields)) for fields in ([made] if isinstance(made, dict) else made)]
 

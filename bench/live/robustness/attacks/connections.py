@@ -50,6 +50,7 @@ def frames_before_hello(num: int, num_bytes: int) -> Attack:
     """Return an attack of `num` sockets that each send `num_bytes` bytes of a frame of 16 MB before their hello."""
 
     async def attack(attacker: Attacker) -> Outcome:
+        """Open the sockets and leave their frames unfinished."""
         opened = await asyncio.gather(
             *(attacker.upgraded(hello=False) for _ in range(num)), return_exceptions=True
         )

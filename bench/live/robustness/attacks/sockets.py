@@ -38,6 +38,7 @@ def frames(name: str, make: Callable[[], bytes], bad: tuple[str, ...] = ("open",
     """Enter an attack that sends these frames."""
 
     async def attack(attacker: Attacker) -> Outcome:
+        """Send the frames."""
         return [await sent(attacker, make())]
 
     case(name, bad=bad)(attack)

@@ -224,6 +224,7 @@ class Traffic:
         left = self.chance.randint(1, 3)
 
         async def drop(question: Question) -> None:
+            """Drop the socket now and then."""
             nonlocal left
             if left and self.chance.random() < 0.4:
                 left -= 1
@@ -237,6 +238,7 @@ class Traffic:
         """Stop a long answer; what arrived must be the beginning of the right one."""
 
         async def stop(question: Question) -> None:
+            """Send a stop with a chance of one half after each delta."""
             if self.chance.random() < 0.5:
                 await client.stop(question.id)
 
