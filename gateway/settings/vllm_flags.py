@@ -225,9 +225,8 @@ def translate(
         if flag.name in FURTHER and flag.value is None:
             values = _taken(left)
             if needs_model and len(values) > 1:
-                if (
-                    flag.name == "--api-key"
-                ):  # a key that is taken for a model's name would be shown, and be asked for at the hub
+                if flag.name == "--api-key":
+                    # A key that is taken for a model's name would be shown, and be asked for at the hub.
                     raise FlagRefusal(
                         "--api-key: put the model before it, or repeat it for each key, so that no key is taken for the model"
                     )

@@ -74,9 +74,8 @@ class Pace:
         scheduler.max_num_scheduled_tokens = num_tokens
         scheduler.adaptive_long_prefill_threshold = False  # it would raise the bound
         chunk_tokens = self._threshold
-        if (
-            bounds.chunk_tokens is not None
-        ):  # vLLM has it for all requests that run, so an answer's token and its drafts must fit in
+        if bounds.chunk_tokens is not None:
+            # vLLM holds all requests that run to it, so an answer's token and its drafts must fit in.
             chunk_tokens = max(bounds.chunk_tokens, 1 + scheduler.num_spec_tokens)
         scheduler.scheduler_config.long_prefill_token_threshold = chunk_tokens
 
