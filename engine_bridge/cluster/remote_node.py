@@ -102,8 +102,10 @@ class RemoteNode:
         return self._report is not None and self._report.can_use_tools
 
     def figures(self) -> NodeFigures:
-        """Return the last report's figures; rebuilds count engines in one process, and processes."""
+        """Return the last report's figures, of a node that is away only counts; rebuilds count engines in one process, and processes."""
         figures = self._report.figures if self._report is not None else NodeFigures()
+        if not self.is_up:
+            figures = figures.without_load()
         if not self._num_deaths:
             return figures
         return replace(figures, num_rebuilds=figures.num_rebuilds + self._num_deaths)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from engine_bridge.protocol.node_facts import NodeFacts
 from kvtiers.stats import TierStats
@@ -195,6 +196,12 @@ class GrammarStats(Struct, frozen=True):
     seconds: float
 
 
+# Fields of `SchedulingStats`, `HostStats` and `AdapterStats` that are no counts since the start.
+_LOAD = ("num_running", "num_waiting", "num_kv_blocks", "num_free_kv_blocks")
+_HELD = ("bytes", "capacity_bytes", "num_blocks", "num_sessions")
+_ADAPTERS_HELD = ("host_bytes", "host_capacity_bytes", "cached_bytes", "num_waiting")
+
+
 class NodeFigures(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A node in figures, as one snapshot; None for figures that there are not (yet).
 
@@ -215,3 +222,15 @@ class NodeFigures(Struct, frozen=True, kw_only=True, omit_defaults=True):
     scheduling_stats: SchedulingStats | None = None
     left_out: tuple[LeftOut, ...] = ()
     facts: NodeFacts | None = None
+
+    def without_load(self) -> NodeFigures:
+        """Return the counts since the start, without what runs, waits and lies in memory: that is gone with a node's process."""
+        scheduling, tiers, adapters = self.scheduling_stats, self.kv_tiers, self.adapter_stats
+        if scheduling is not None:
+            scheduling = replace(scheduling, num_by_reason={}, lanes=None, **dict.fromkeys(_LOAD, 0))
+        if tiers is not None:
+            disk = replace(tiers.disk, num_unwritten=0, write_lag_s=0.0, num_reads_queued=0)
+            tiers = replace(tiers, host=replace(tiers.host, **dict.fromkeys(_HELD, 0)), disk=disk)
+        if adapters is not None:
+            adapters = replace(adapters, **dict.fromkeys(_ADAPTERS_HELD, 0))
+        return replace(self, scheduling_stats=scheduling, kv_tiers=tiers, adapter_stats=adapters)

@@ -17,7 +17,9 @@ from engine_bridge.protocol.engine_request import (
     RequestId,
 )
 from engine_bridge.protocol.errors import EngineUnavailable, InvalidRequest
+from engine_bridge.protocol.figures import SchedulingStats
 from engine_bridge.protocol.node import Advisory, AdvisoryReport, JsonReply, SessionHint, SseReply
+from kvtiers.stats import DiskTierStats, HostStats, TierStats
 from tests.unit.cluster.catalog_node import PATIENCE_S, connected, until
 from tests.unit.gateway.fake_node import FakeNode
 from tests.unit.gateway.nodes import PlacedNode
@@ -118,6 +120,25 @@ async def test_what_is_read_at_once_follows_the_nodes_reports() -> None:
         node.num_steps, node.adapter_names = 8, ["robot"]
         await until(lambda: remote.figures().num_steps == 8)
         assert [info.name for info in remote.adapters()] == ["robot"]
+
+
+async def test_the_load_of_a_node_that_is_away_is_none_and_its_counts_stay() -> None:
+    node, load = FakeNode(), {"num_running": 4, "num_waiting": 3, "num_by_reason": {"queued": 3}}
+    figures: dict[str, Any] = {"policy": "bounded", "lanes": None, "seconds": {}, "length_errors": None}
+    node.scheduling = SchedulingStats(**figures, **load, counts={"admitted": 9}, num_kv_blocks=60)
+    node.tiers = TierStats(
+        host=HostStats(bytes=10, num_hits=7), disk=DiskTierStats(bytes=20, num_unwritten=2)
+    )
+    node.num_steps = 8
+    async with connected(node) as (remote, link):
+        assert remote.figures().scheduling_stats == node.scheduling
+        link.abort()
+        await until(lambda: not remote.is_up)
+        left = remote.figures()
+    none = {"num_running": 0, "num_waiting": 0, "num_by_reason": {}}
+    assert left.scheduling_stats == SchedulingStats(**figures, **none, counts={"admitted": 9})
+    assert left.kv_tiers == TierStats(host=HostStats(num_hits=7), disk=DiskTierStats(bytes=20))
+    assert left.num_steps == 8
 
 
 @pytest.mark.parametrize(("token", "guess"), [(b"token", b"another"), (b"token", b""), (b"", b"token")])
