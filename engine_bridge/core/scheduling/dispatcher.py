@@ -399,7 +399,7 @@ class Dispatcher:
             num_slots=view.num_slots,
             num_tokens=self._num_tokens,
             prefill_tokens=step.starting_tokens if step is not None else None,
-            is_prefilling=step is not None and step.num_prefilling > 0,
+            is_prefilling=step is not None and bool(step.under_way),
             adapter_bytes=view.adapter_bytes,
             adapters_take_turns=view.adapters_take_turns,
             overcharged_tokens=view.shared_tokens

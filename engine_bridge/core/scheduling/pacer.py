@@ -53,10 +53,15 @@ class Pacer:
         return pace(self.table, self.target_s, num_decodes, num_context, under_way, most_tokens, bound_s)
 
     def bounds(self, step: StepPace, num_running: int, num_starting_tokens: int) -> StepBounds:
-        """Return the step's bounds. num_starting_tokens: of prompts that begin in this step."""
-        num_decodes = num_running - step.num_prefilling
-        is_capped = step.num_prefilling > 0 and num_starting_tokens > 0
-        return StepBounds(
-            min(step.prefill_tokens + num_decodes, self.most_tokens),
-            step.chunk_tokens(num_starting_tokens) if is_capped else None,
-        )
+        """Return the step's bounds. num_starting_tokens: of prompts that begin in this step.
+
+        The engine gives each request all the tokens that it can use, one after the other. So prompts under way are bounded beside answers: one that
+        stands behind such a prompt would get no token until the prompt is computed. And beside prompts that begin, for the same reason.
+        """
+        num_decodes = max(num_running - len(step.under_way), 0)
+        num_tokens = min(step.prefill_tokens + num_decodes, self.most_tokens)
+        chunk_tokens = None
+        if step.under_way and (num_decodes or num_starting_tokens):
+            starting = min(num_starting_tokens, step.starting_tokens)
+            chunk_tokens = step.chunk_tokens(num_tokens - num_decodes - starting)
+        return StepBounds(num_tokens, chunk_tokens)

@@ -33,18 +33,27 @@ CONTEXT_AXIS = (0, 1024, 8192, 65536, 1 << 20)
 
 
 class StepPace(Struct, frozen=True, kw_only=True):
-    """The prompt tokens that a step computes. prefill_tokens: of all prompts. starting_tokens: the part for prompts that begin in it."""
+    """The prompt tokens that a step computes.
+
+    Attributes:
+        prefill_tokens: of all prompts.
+        starting_tokens: the part for prompts that begin in it.
+        under_way: tokens that are left of each prompt which has begun.
+    """
 
     prefill_tokens: int
     starting_tokens: int
-    num_prefilling: int
+    under_way: tuple[int, ...] = ()
 
-    def chunk_tokens(self, num_starting_tokens: int) -> int:
-        """Return the most tokens of each prompt under way, when `num_starting_tokens` of others begin."""
-        if not self.num_prefilling:
-            return self.prefill_tokens
-        left = self.prefill_tokens - min(num_starting_tokens, self.starting_tokens)
-        return max(left // self.num_prefilling, 1)
+    def chunk_tokens(self, num_tokens: int) -> int:
+        """Return the most tokens of each prompt under way with which all of them take `num_tokens` at most, and one each at least."""
+        num_left = len(self.under_way)
+        for left in sorted(self.under_way):
+            if left * num_left > num_tokens:
+                return max(num_tokens // num_left, 1)
+            num_tokens -= left
+            num_left -= 1
+        return max(self.under_way, default=1)
 
 
 def pace(
@@ -71,7 +80,7 @@ def pace(
     target_s = min(max(target_s, (1 + MIN_PREFILL_TIMES) * decodes_s), bound_s)
     num = most_prefill_tokens(table, target_s, num_decodes, num_context_tokens, most_tokens)
     kept = min(sum(under_way), max(int(num * UNDER_WAY_SHARE), 1))
-    return StepPace(prefill_tokens=num, starting_tokens=num - kept, num_prefilling=len(under_way))
+    return StepPace(prefill_tokens=num, starting_tokens=num - kept, under_way=tuple(under_way))
 
 
 def efficient_prefill_tokens(

@@ -14,7 +14,7 @@ from bench.emulated.core.hardware import Gpu
 from bench.emulated.core.models import LLAMA2_7B, Model
 from bench.emulated.core.node import EmulatedNode, Engine
 from bench.emulated.core.plays import Played, arrivals, lognormal, play_on_node
-from bench.emulated.core.steps import StepCost
+from bench.emulated.core.steps import StepCost, with_table
 from bench.emulated.core.traffic import Lengths, play
 from engine_bridge.policy.scheduling.policies import POLICIES
 
@@ -131,3 +131,19 @@ def test_a_prompt_that_fills_the_last_free_block_starts_as_in_vllms_own_queue() 
     stock = play_on_node("vllm", requests, COST, full)
     assert play_on_node("fcfs", requests, COST, full).times == stock.times
     assert stock.jobs[1].first_token_s < stock.jobs[0].ended_s
+
+
+def test_an_answer_goes_on_beside_a_long_prompt_that_came_before_it() -> None:
+    """In vLLM's own order it stands still until that prompt, to which the engine turns first, is computed."""
+    engine = replace(ROOMY, max_step_s=0.1, has_prefix_cache=False)
+    asked = [
+        Arrival("talk", 0.0, 100, 200),
+        Arrival("long", 0.1, 4000, 2),
+        Arrival("short", 0.11, 30, 8),
+    ]
+    jobs = {
+        job.arrival.request_id: job
+        for job in play_on_node("bounded", asked, with_table(A40_COST), engine).jobs
+    }
+    long, short = jobs["long"], jobs["short"]
+    assert short.first_token_s < short.ended_s < long.first_token_s

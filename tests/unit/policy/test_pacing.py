@@ -95,9 +95,16 @@ def test_where_each_token_takes_its_time_the_largest_step_is_best(num_decodes: i
     assert efficient(LINEAR, num_decodes, most_tokens) == most_tokens
 
 
-@pytest.mark.parametrize(("starting", "chunk"), [(0, 75), (50, 62), (100, 50), (500, 50)])
-def test_prompts_under_way_share_what_others_leave(starting: int, chunk: int) -> None:
-    assert StepPace(prefill_tokens=300, starting_tokens=100, num_prefilling=4).chunk_tokens(starting) == chunk
+@given(st.integers(0, 6000), st.lists(st.integers(2, 5000), min_size=1, max_size=6))
+def test_prompts_under_way_share_their_part_evenly_and_use_all_of_it(
+    num_tokens: int, under_way: list[int]
+) -> None:
+    step = StepPace(prefill_tokens=num_tokens, starting_tokens=0, under_way=tuple(under_way))
+    taken, more = (
+        sum(min(left, chunk + step.chunk_tokens(num_tokens)) for left in under_way) for chunk in (0, 1)
+    )
+    assert taken <= max(num_tokens, len(under_way))
+    assert more > num_tokens or taken == sum(under_way)
 
 
 @given(
@@ -109,9 +116,14 @@ def test_prompts_get_on_and_no_step_is_overfull(target_s: float, under_way: list
     step = pace(LINEAR, target_s, 4, 100, under_way, 2048)
     assert 0 <= step.starting_tokens <= step.prefill_tokens
     started = min(starting, step.starting_tokens)
-    chunk = step.chunk_tokens(started)
-    assert chunk >= 1
-    assert started + chunk * len(under_way) <= max(step.prefill_tokens, started + len(under_way))
+    bounds = Pacer(LINEAR, target_s, 2048).bounds(step, len(under_way) + 4, started)
+    assert bounds.num_tokens <= 2048
+    if under_way:
+        assert bounds.chunk_tokens is not None
+        taken = sum(min(left, bounds.chunk_tokens) for left in under_way)
+        assert len(under_way) <= taken and started + taken + 4 <= max(
+            bounds.num_tokens, started + len(under_way) + 4
+        )
     if under_way:
         kept = min(sum(under_way), int(step.prefill_tokens * pacing.UNDER_WAY_SHARE))
         assert step.prefill_tokens - step.starting_tokens >= kept
