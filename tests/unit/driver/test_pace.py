@@ -109,8 +109,9 @@ def test_a_prompt_that_is_computed_in_whole_blocks_gets_on_beside_requests_that_
     nothing: Any = None
     engine = scheduler(block_tokens)
     with_drafts(engine, 1, 1, 1)
-    Pace(engine, nothing, nothing, 0.0).set_bounds(StepBounds(wished - 3, None))
+    Pace(engine, nothing, nothing, 0.0).set_bounds(StepBounds(wished - 3, wished - 5))
     assert engine.max_num_scheduled_tokens == bound
+    assert engine.scheduler_config.long_prefill_token_threshold == max(bound - 5, 2), "answers keep theirs"
 
 
 @pytest.mark.parametrize(
