@@ -6,6 +6,7 @@ conversation begins with the same steps, has the answer next, and then what came
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -37,22 +38,51 @@ _MESSAGE = ("type", "message")
 _THOUGHTS = frozenset(("thinking", "redacted_thinking", "reasoning"))
 # vLLM drops these blocks of Claude Code's system prompt, which differ in each call.
 _BILLING = "x-anthropic-billing-header"
+# Digits of instructions may differ in each call of one agent: the time, the date, a counter.
+_DIGITS = b"0123456789"
+_INSTRUCTING = ("system", "developer")
+# An answer of so many characters is known by its text alone, a shorter one by the question before it, too. Chosen: no two answers of this length
+# that a client sends are alike by chance.
+LONG_CHARS = 200
+# The latest answers of a call that may be another conversation's last one. Chosen: clients put a canned exchange or two behind it.
+MAX_ANSWERS = 8
+# Ids that some models count up (`functions.bash:3`), so that they say nothing of the conversation.
+_COUNTED_ID = re.compile(r":\d+$")
 # Bytes of a piece of a plain prompt. Chosen: shorter prompts than this begin alike by chance.
 PIECE_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The marks by which an answer is known again: the ids of its calls of tools, and a hash of its text (b"" without text)."""
+    """The marks by which an answer is known again: the ids of its calls of tools, and a hash of its text (b"" without text).
+
+    is_long: whether the text has `LONG_CHARS` or more.
+    """
 
     tool_ids: frozenset[str] = frozenset()
     text: bytes = b""
+    is_long: bool = False
 
     def is_like(self, other: Answer) -> bool:
         """Return whether two answers may be the same one: a call of a tool in common decides, then the text."""
         if self.tool_ids or other.tool_ids:
             return not self.tool_ids.isdisjoint(other.tool_ids)
         return self.text == other.text
+
+    def anchors(self, opening: bytes, question: bytes) -> tuple[bytes, ...]:
+        """Return hashes under which the conversation that got this answer is found, whatever became of its earlier history.
+
+        Args:
+            opening: of the conversation.
+            question: a hash of the step that was answered.
+        """
+        if self.tool_ids:
+            return tuple(
+                _hash(opening + each.encode()) for each in self.tool_ids if not _COUNTED_ID.search(each)
+            )
+        if not self.text:
+            return ()
+        return (_hash(opening + (b"" if self.is_long else question) + self.text),)
 
 
 class State(NamedTuple):
@@ -69,14 +99,19 @@ class Fingerprint:
     """One call's conversation.
 
     Attributes:
-        prefixes: a hash of each of its beginnings: of the first step, of the first two, and so on to the whole.
-        opening: a hash of what its steps stand under: model, system prompt.
+        prefixes: a hash of each of its beginnings: of the first step, of the first two, and so on to the whole. Of the instructions at its beginning
+            the digits are left out.
+        opening: a hash of what its steps stand under, without the digits of the instructions: model and instructions.
+        exact: the same with all digits.
+        question: a hash of its last step; b"" for a plain prompt.
         steps: the messages or items themselves, for `answer_after`; empty for a plain prompt.
         prompt: a plain prompt's bytes; b"" for messages.
     """
 
     prefixes: tuple[bytes, ...]
     opening: bytes
+    exact: bytes = b""
+    question: bytes = b""
     steps: Sequence[Any] = ()
     prompt: bytes = b""
 
@@ -103,6 +138,22 @@ class Fingerprint:
             answers.append(step)
         return answer_of(answers) if answers else None
 
+    def anchors(self) -> Iterator[bytes]:
+        """Yield the anchors of its answers, the latest answer first."""
+        end, num_answers = len(self.steps), 0
+        while end and num_answers < MAX_ANSWERS:
+            begin = end
+            while begin and _is_answer(self.steps[begin - 1]):
+                begin -= 1
+            if begin < end:
+                num_answers += 1
+                answer = answer_of(self.steps[begin:end])
+                question = (
+                    _hash(_json(_plain(self.steps[begin - 1]))) if begin and not answer.tool_ids else b""
+                )
+                yield from answer.anchors(self.opening, question)
+            end = max(begin - 1, 0) if begin == end else begin
+
 
 def fingerprint(api: Api, body: Any) -> Fingerprint | None:
     """Return the fingerprint of a call; None for one whose conversation cannot be told, such as several prompts at once or a malformed body."""
@@ -115,14 +166,18 @@ def fingerprint(api: Api, body: Any) -> Fingerprint | None:
         steps = [{"role": "user", "content": steps}]
     if not isinstance(steps, list) or not steps:
         return None
-    opening = last = _hash(_json([body.get("model"), _plain(body.get("system")), body.get("instructions")]))
-    prefixes = []
-    for step in steps:
-        last = _hash(last + _json(_plain(step)))
+    num_leading = 0
+    while num_leading < len(steps) and _is_instructing(steps[num_leading]):
+        num_leading += 1
+    instructions = [_plain(body.get("system")), body.get("instructions"), *map(_plain, steps[:num_leading])]
+    model, under = _json(body.get("model")), _json(instructions)
+    opening = last = _hash(model + under.translate(None, _DIGITS))
+    prefixes, question = [last] * num_leading, b""
+    for step in steps[num_leading:]:
+        question = _json(_plain(step))
+        last = _hash(last + question)
         prefixes.append(last)
-    if api == "chat" and isinstance(steps[0], dict) and steps[0].get("role") in ("system", "developer"):
-        opening = prefixes[0]
-    return Fingerprint(tuple(prefixes), opening, steps=steps)
+    return Fingerprint(tuple(prefixes), opening, _hash(model + under), _hash(question), steps=steps)
 
 
 def answer_of(steps: Sequence[Any]) -> Answer:
@@ -147,7 +202,8 @@ def answer_of(steps: Sequence[Any]) -> Answer:
 def marks(tool_ids: set[str], text: str) -> Answer:
     """Return the marks of an answer with these calls of tools and this text, whose outer white space clients may strip."""
     text = text.strip()
-    return Answer(frozenset(tool_ids), _hash(text.encode("utf-8", "replace")) if text else b"")
+    digest = _hash(text.encode("utf-8", "replace")) if text else b""
+    return Answer(frozenset(tool_ids), digest, len(text) >= LONG_CHARS)
 
 
 def turn_of(body: Any) -> Literal["", "begins", "continues"]:
@@ -158,14 +214,26 @@ def turn_of(body: Any) -> Literal["", "begins", "continues"]:
 
 
 def ends_with_results(body: Any) -> bool:
-    """Return whether a call brings the results of tools, so that its conversation continues without a person."""
+    """Return whether a call brings the results of tools, so that its conversation continues without a person.
+
+    Behind them clients put reminders, and pictures that a tool has made.
+    """
     steps = body.get("messages", body.get("input")) if isinstance(body, dict) else None
-    last = steps[-1] if isinstance(steps, list) and steps else None
-    if not isinstance(last, dict):
+    for step in reversed(steps if isinstance(steps, list) else ()):
+        if _is_result(step):
+            return True
+        if not isinstance(step, dict) or _is_answer(step):
+            break
+    return False
+
+
+def _is_result(step: Any) -> bool:
+    """Return whether a message or an item has the result of a tool."""
+    if not isinstance(step, dict):
         return False
-    if last.get("role") == "tool" or str(last.get("type", "")).endswith("_output"):
+    if step.get("role") in ("tool", "function") or str(step.get("type", "")).endswith("_output"):
         return True
-    parts = last.get("content")
+    parts = step.get("content")
     return isinstance(parts, list) and any(
         isinstance(part, dict) and part.get("type") == "tool_result" for part in parts
     )
@@ -190,6 +258,10 @@ def _of_prompt(body: dict[str, Any]) -> Fingerprint | None:
         last = _hash(last + piece)
         prefixes.append(last)
     return Fingerprint(tuple(prefixes), opening, prompt=data) if prefixes else None
+
+
+def _is_instructing(step: Any) -> bool:
+    return isinstance(step, dict) and step.get("role") in _INSTRUCTING
 
 
 def _is_answer(step: Any) -> bool:
