@@ -103,7 +103,7 @@ class Fingerprint:
             the digits are left out.
         opening: a hash of what its steps stand under, without the digits of the instructions: model and instructions.
         exact: the same with all digits.
-        question: a hash of its last step; b"" for a plain prompt.
+        question: a hash of its last step, of which a tool's result is told by its call; b"" for a plain prompt.
         steps: the messages or items themselves, for `answer_after`; empty for a plain prompt.
         prompt: a plain prompt's bytes; b"" for messages.
     """
@@ -148,9 +148,7 @@ class Fingerprint:
             if begin < end:
                 num_answers += 1
                 answer = answer_of(self.steps[begin:end])
-                question = (
-                    _hash(_json(_plain(self.steps[begin - 1]))) if begin and not answer.tool_ids else b""
-                )
+                question = _question(self.steps[begin - 1]) if begin and not answer.tool_ids else b""
                 yield from answer.anchors(self.opening, question)
             end = max(begin - 1, 0) if begin == end else begin
 
@@ -172,12 +170,11 @@ def fingerprint(api: Api, body: Any) -> Fingerprint | None:
     instructions = [_plain(body.get("system")), body.get("instructions"), *map(_plain, steps[:num_leading])]
     model, under = _json(body.get("model")), _json(instructions)
     opening = last = _hash(model + under.translate(None, _DIGITS))
-    prefixes, question = [last] * num_leading, b""
+    prefixes = [last] * num_leading
     for step in steps[num_leading:]:
-        question = _json(_plain(step))
-        last = _hash(last + question)
+        last = _hash(last + _json(_plain(step)))
         prefixes.append(last)
-    return Fingerprint(tuple(prefixes), opening, _hash(model + under), _hash(question), steps=steps)
+    return Fingerprint(tuple(prefixes), opening, _hash(model + under), _question(steps[-1]), steps=steps)
 
 
 def answer_of(steps: Sequence[Any]) -> Answer:
@@ -258,6 +255,19 @@ def _of_prompt(body: dict[str, Any]) -> Fingerprint | None:
         last = _hash(last + piece)
         prefixes.append(last)
     return Fingerprint(tuple(prefixes), opening, prompt=data) if prefixes else None
+
+
+def _question(step: Any) -> bytes:
+    """Return a hash of what an answer followed. A tool's result, which clients cut later, is told by the ids of its calls."""
+    parts = [step, *(step.get("content") or ())] if isinstance(step, dict) and _is_result(step) else []
+    ids = [
+        each
+        for part in parts
+        if isinstance(part, dict)
+        for name in ("tool_call_id", "call_id", "tool_use_id")
+        if isinstance(each := part.get(name), str) and not _COUNTED_ID.search(each)
+    ]
+    return _hash(_json(ids or _plain(step)))
 
 
 def _is_instructing(step: Any) -> bool:

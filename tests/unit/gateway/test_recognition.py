@@ -150,6 +150,17 @@ def test_a_talk_whose_client_sends_the_latest_messages_alone_is_one_session() ->
     assert len(sessions) == 1
 
 
+def test_a_talk_with_tools_whose_results_are_cut_later_is_one_session() -> None:
+    client, history, sessions = Client(Conversations()), [SYSTEM], set()
+    for turn in range(4):
+        call = called(f"call-{turn}")
+        for asked, answer in ((user(f"part {turn}"), call), (result(f"call-{turn}", "line"), said("Done."))):
+            history.append(asked)
+            sessions.add(client.ask(cut_short(history), answer)[0].session_id)
+            history.append(answer)
+    assert len(sessions) == 1
+
+
 def test_a_question_from_which_the_client_has_taken_passing_context_is_answered_by_the_same_long_text() -> (
     None
 ):
