@@ -7,7 +7,8 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from itertools import dropwhile
 from typing import Any, NamedTuple
 
 import orjson
@@ -170,22 +171,27 @@ async def origins(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 @web.middleware
-async def end_without_slash(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Redirect a route with a slash behind it to the route, as `vllm serve` does."""
-    if (
-        request.path.endswith("/")
-        and request.path.strip("/")
-        and request.match_info.http_exception is not None
-    ):
-        path = "/" + request.rel_url.raw_path.strip("/")  # never "//", which would be another server
-        resolved = await request.app.router.resolve(
-            request.clone(rel_url=request.rel_url.with_path(path, encoded=True))
-        )
-        if resolved.http_exception is None:
-            raise web.HTTPTemporaryRedirect(
-                str(request.rel_url.with_path(path, encoded=True, keep_query=True))
-            )
+async def lead_to_route(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Redirect to a route where only slashes, or the number of times that the path begins with `/v1`, keep a path from being one.
+
+    Clients put their path behind a base address that ends with a slash, or with `/v1`, or without. `vllm serve` redirects slashes at the end.
+    """
+    if request.match_info.http_exception is not None:
+        given, mark, query = request.raw_path.partition("?")
+        for path in _likely_paths(given):
+            resolved = await request.app.router.resolve(request.clone(rel_url=path))
+            if resolved.http_exception is None:
+                raise web.HTTPTemporaryRedirect(path + mark + query)
     return await handler(request)
+
+
+def _likely_paths(given: str) -> Iterator[str]:
+    """Yield the paths that may have been meant, each with a single slash at its beginning: `//` would be another server."""
+    parts = [part for part in given.split("/") if part]
+    behind = list(dropwhile("v1".__eq__, parts))
+    for likely in (parts, ["v1", *behind]):
+        if behind and (path := "/" + "/".join(likely)) != given:
+            yield path
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
