@@ -49,12 +49,8 @@ class Conversation:
 
     def asked(self, found: Fingerprint) -> None:
         """Note the call that it has come to."""
-        self.state, self.opening, self.exact, self.question = (
-            found.state,
-            found.opening,
-            found.exact,
-            found.question,
-        )
+        self.state, self.opening, self.exact = found.state, found.opening, found.exact
+        self.before = found.before
 
     @property
     def key(self) -> str:
@@ -101,8 +97,8 @@ class Conversations:
         conversation.answer, conversation.calls_tools = answer, calls_tools
         if answer is None:
             self._set_anchors(conversation, conversation.anchors_before)
-        elif conversation.question:
-            self._set_anchors(conversation, answer.anchors(conversation.opening, conversation.question))
+        elif conversation.before.question:
+            self._set_anchors(conversation, answer.anchors(conversation.opening, conversation.before))
 
     def named(self, tenant: str, name: str) -> list[str]:
         """Return the tenant's sessions under a client's name, in the order in which they began."""
@@ -123,7 +119,8 @@ class Conversations:
             # Conversations at the same place with the same answer cannot be told apart and need not be: their KV is the same.
             if likely := _nearest(likely, found):
                 return min(likely, key=lambda each: each.num_running), "continued"
-            changed = [each for each in known if each.exact == found.exact]
+            if found.is_next_after(known[0].state):
+                changed = [each for each in known if each.exact == found.exact]
             break
         for each in self._at.get((scope, found.prefixes[-1]), ()):
             is_same = each.state == found.state and each.exact == found.exact

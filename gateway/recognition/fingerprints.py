@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 import orjson
@@ -41,12 +42,11 @@ _BILLING = "x-anthropic-billing-header"
 # Digits of instructions may differ in each call of one agent: the time, the date, a counter.
 _DIGITS = b"0123456789"
 _INSTRUCTING = ("system", "developer")
-# An answer of so many characters is known by its text alone, a shorter one by the question before it, too. Chosen: no two answers of this length
-# that a client sends are alike by chance.
-LONG_CHARS = 200
-# The latest answers of a call that may be another conversation's last one. Chosen: clients put a canned exchange or two behind it.
+# An answer of so many characters is known by its text alone. Chosen: no two answers of this length are alike by chance.
+LONG_CHARS = 100
+# The latest answers of a call that may be a conversation's last one. Chosen: clients put a canned exchange or two behind it.
 MAX_ANSWERS = 8
-# Ids that some models count up (`functions.bash:3`), so that they say nothing of the conversation.
+# Ids that some models count up (`functions.bash:3`): they are alike in all conversations.
 _COUNTED_ID = re.compile(r":\d+$")
 # Bytes of a piece of a plain prompt. Chosen: shorter prompts than this begin alike by chance.
 PIECE_BYTES = 1024
@@ -64,25 +64,43 @@ class Answer:
     is_long: bool = False
 
     def is_like(self, other: Answer) -> bool:
-        """Return whether two answers may be the same one: a call of a tool in common decides, then the text."""
-        if self.tool_ids or other.tool_ids:
-            return not self.tool_ids.isdisjoint(other.tool_ids)
-        return self.text == other.text
+        """Return whether two answers may be the same one: a call of a tool in common decides, then the text; both, where the ids are counted."""
+        common = self.tool_ids & other.tool_ids
+        if any(not _COUNTED_ID.search(each) for each in common):
+            return True
+        return bool(common) == bool(self.tool_ids or other.tool_ids) and self.text == other.text
 
-    def anchors(self, opening: bytes, question: bytes) -> tuple[bytes, ...]:
+    @property
+    def own(self) -> tuple[bytes, ...]:
+        """Marks that no other answer has: the ids of its calls of tools, or a long text."""
+        ids = tuple(each.encode() for each in self.tool_ids if not _COUNTED_ID.search(each))
+        return ids or ((self.text,) if self.is_long else ())
+
+    def anchors(self, opening: bytes, before: Before, *, is_last: bool = True) -> tuple[bytes, ...]:
         """Return hashes under which the conversation that got this answer is found, whatever became of its earlier history.
 
         Args:
             opening: of the conversation.
-            question: a hash of the step that was answered.
+            before: what this answer followed, by which an answer without marks of its own is known.
+            is_last: whether no other answer follows: then the question before it may tell which it is.
         """
-        if self.tool_ids:
-            return tuple(
-                _hash(opening + each.encode()) for each in self.tool_ids if not _COUNTED_ID.search(each)
-            )
-        if not self.text:
+        if own := self.own:
+            return tuple(_hash(opening + each) for each in own)
+        if not self.tool_ids and not self.text:
             return ()
-        return (_hash(opening + (b"" if self.is_long else question) + self.text),)
+        marks = _json(sorted(self.tool_ids)) + self.text
+        followed = (*before.answer, before.question) if is_last else before.answer
+        return tuple(_hash(opening + each + marks) for each in followed)
+
+
+class Before(NamedTuple):
+    """What an answer follows: the marks of the answer before that no other one has, and a hash of the last step."""
+
+    answer: tuple[bytes, ...] = ()
+    question: bytes = b""
+
+
+NOTHING = Before()
 
 
 class State(NamedTuple):
@@ -103,7 +121,7 @@ class Fingerprint:
             the digits are left out.
         opening: a hash of what its steps stand under, without the digits of the instructions: model and instructions.
         exact: the same with all digits.
-        question: a hash of its last step, of which a tool's result is told by its call; b"" for a plain prompt.
+        before: what its answer will follow; nothing for a plain prompt.
         steps: the messages or items themselves, for `answer_after`; empty for a plain prompt.
         prompt: a plain prompt's bytes; b"" for messages.
     """
@@ -111,7 +129,7 @@ class Fingerprint:
     prefixes: tuple[bytes, ...]
     opening: bytes
     exact: bytes = b""
-    question: bytes = b""
+    before: Before = NOTHING
     steps: Sequence[Any] = ()
     prompt: bytes = b""
 
@@ -138,19 +156,18 @@ class Fingerprint:
             answers.append(step)
         return answer_of(answers) if answers else None
 
+    def is_next_after(self, state: State) -> bool:
+        """Return whether this may be the very next call of a conversation which it begins with: no more than one answer has come since."""
+        since = [begin >= state.num_steps for begin, _ in islice(_answers(self.steps, len(self.steps)), 2)]
+        return sum(since) <= 1
+
     def anchors(self) -> Iterator[bytes]:
         """Yield the anchors of its answers, the latest answer first."""
-        end, num_answers = len(self.steps), 0
-        while end and num_answers < MAX_ANSWERS:
-            begin = end
-            while begin and _is_answer(self.steps[begin - 1]):
-                begin -= 1
-            if begin < end:
-                num_answers += 1
-                answer = answer_of(self.steps[begin:end])
-                question = _question(self.steps[begin - 1]) if begin and not answer.tool_ids else b""
-                yield from answer.anchors(self.opening, question)
-            end = max(begin - 1, 0) if begin == end else begin
+        places = islice(_answers(self.steps, len(self.steps)), MAX_ANSWERS)
+        for number, (begin, end) in enumerate(places):
+            answer = answer_of(self.steps[begin:end])
+            before = NOTHING if answer.own else _before(self.steps, begin)
+            yield from answer.anchors(self.opening, before, is_last=not number)
 
 
 def fingerprint(api: Api, body: Any) -> Fingerprint | None:
@@ -174,7 +191,8 @@ def fingerprint(api: Api, body: Any) -> Fingerprint | None:
     for step in steps[num_leading:]:
         last = _hash(last + _json(_plain(step)))
         prefixes.append(last)
-    return Fingerprint(tuple(prefixes), opening, _hash(model + under), _question(steps[-1]), steps=steps)
+    before = _before(steps, len(steps))
+    return Fingerprint(tuple(prefixes), opening, _hash(model + under), before, steps=steps)
 
 
 def answer_of(steps: Sequence[Any]) -> Answer:
@@ -257,17 +275,21 @@ def _of_prompt(body: dict[str, Any]) -> Fingerprint | None:
     return Fingerprint(tuple(prefixes), opening, prompt=data) if prefixes else None
 
 
-def _question(step: Any) -> bytes:
-    """Return a hash of what an answer followed. A tool's result, which clients cut later, is told by the ids of its calls."""
-    parts = [step, *(step.get("content") or ())] if isinstance(step, dict) and _is_result(step) else []
-    ids = [
-        each
-        for part in parts
-        if isinstance(part, dict)
-        for name in ("tool_call_id", "call_id", "tool_use_id")
-        if isinstance(each := part.get(name), str) and not _COUNTED_ID.search(each)
-    ]
-    return _hash(_json(ids or _plain(step)))
+def _answers(steps: Sequence[Any], end: int) -> Iterator[tuple[int, int]]:
+    """Yield where the answers before step number `end` begin and end, the latest first."""
+    while end:
+        begin = end
+        while begin and _is_answer(steps[begin - 1]):
+            begin -= 1
+        if begin < end:
+            yield begin, end
+        end = max(begin - 1, 0)
+
+
+def _before(steps: Sequence[Any], end: int) -> Before:
+    """Return what an answer at this place follows."""
+    begun, ended = next(_answers(steps, end), (0, 0))
+    return Before(answer_of(steps[begun:ended]).own, _hash(_json(_plain(steps[end - 1]))) if end else b"")
 
 
 def _is_instructing(step: Any) -> bool:

@@ -196,6 +196,23 @@ def test_agents_that_hand_a_conversation_on_or_differ_in_a_number_stay_apart() -
     assert later == known and len({each.session_id for each in known}) == 3
 
 
+def test_a_conversation_that_others_have_left_behind_is_not_joined() -> None:
+    client = Client(Conversations())
+    begun, _ = client.ask([SYSTEM, user("mend it")], said("Which part?"))
+    longer = [SYSTEM, user("mend it"), said("All?"), user("yes"), said("Really?"), user("yes!")]
+    other, how = client.ask(longer, said("Mended."))
+    assert how == "new" and other is not begun
+
+
+def test_a_loop_whose_model_counts_its_ids_is_known_by_its_questions() -> None:
+    client, history, sessions = Client(Conversations()), [SYSTEM, user("mend it")], set()
+    for turn in range(6):
+        call = called(f"functions.bash:{turn}")
+        sessions.add(client.ask(latest_only(history), call)[0].session_id)
+        history += [call, result(f"functions.bash:{turn}", f"line {turn}")]
+    assert len(sessions) == 1
+
+
 def test_two_conversations_with_the_same_last_answer_are_not_joined() -> None:
     client = Client(Conversations())
     known = [client.ask([SYSTEM, user(text), user("same?")], said("Yes."))[0] for text in "ab"]
@@ -206,6 +223,10 @@ def test_two_conversations_with_the_same_last_answer_are_not_joined() -> None:
         [SYSTEM, user("e"), called("functions.bash:0"), result("functions.bash:0")], said("f")
     )
     assert how == "new" and other not in counted
+    told = [called("functions.bash:0") | {"content": text} for text in ("I look.", "I see.")]
+    alike = [client.ask([SYSTEM, user("f")], each)[0] for each in told]
+    later = [client.ask([SYSTEM, user("f"), each, result("functions.bash:0")], said("g"))[0] for each in told]
+    assert later == alike
 
 
 def test_a_call_that_failed_may_be_tried_again_with_another_history() -> None:
