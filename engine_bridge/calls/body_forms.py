@@ -153,8 +153,13 @@ def _tool_name(tool: Any) -> Any:
 
 
 def _chat_message(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message without nulls: clients send an answer back with all fields that it may have. The content may be null beside tool calls."""
-    kept = {name: value for name, value in message.items() if value is not None or name == "content"}
+    """Return a message without nulls: clients send an answer back with all fields that it may have. Its content may be null beside tool calls."""
+    is_answer = message.get("role") == "assistant"
+    kept = {
+        name: value
+        for name, value in message.items()
+        if value is not None or (is_answer and name == "content")
+    }
     if isinstance(kept.get("content"), list):
         kept["content"] = _changed(kept["content"], without_nulls)
     if isinstance(kept.get("tool_calls"), list):
@@ -163,13 +168,14 @@ def _chat_message(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a call of a tool as OpenAI has it: clients of Ollama leave out the type, and give the arguments as an object."""
+    """Return a call of a tool as OpenAI has it: clients of Ollama leave out the type, and arguments that are none, and give others as an object."""
     call = without_nulls(call)
     function = call.get("function")
     if not isinstance(function, dict):
         return call
-    if isinstance(function.get("arguments"), dict):
-        function = function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+    function = {"arguments": "{}"} | without_nulls(function)
+    if isinstance(function["arguments"], dict):
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
     return {"type": "function"} | call | {"function": function}
 
 

@@ -49,6 +49,11 @@ def test_calls_of_tools_in_the_form_of_ollamas_clients_are_openais() -> None:
     (message,) = formed("chat", messages=[{"role": "assistant", "tool_calls": [call]}])["messages"]
     function = {"name": "f", "arguments": '{"a": "é"}'}
     assert message["tool_calls"] == [{"id": "c", "type": "function", "function": function}]
+    bare = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": None}}]}
+    result = {"role": "tool", "tool_call_id": "c", "content": None}
+    first, second = formed("chat", messages=[bare, result])["messages"]
+    assert first["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
+    assert second == {"role": "tool", "tool_call_id": "c"}
 
 
 def test_an_empty_suffix_is_as_good_as_none() -> None:
