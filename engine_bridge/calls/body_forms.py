@@ -153,12 +153,15 @@ def _tool_name(tool: Any) -> Any:
 
 
 def _chat_message(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message without nulls: clients send an answer back with all fields that it may have. Its content may be null beside tool calls."""
-    is_answer = message.get("role") == "assistant"
+    """Return a message without nulls: clients send an answer back with all fields that it may have, and tools may say nothing.
+
+    The content of a question is not to be null, and that of an answer may be beside tool calls.
+    """
+    may_be_null = message.get("role") in ("user", "assistant")
     kept = {
         name: value
         for name, value in message.items()
-        if value is not None or (is_answer and name == "content")
+        if value is not None or (may_be_null and name == "content")
     }
     if isinstance(kept.get("content"), list):
         kept["content"] = _changed(kept["content"], without_nulls)
