@@ -234,7 +234,8 @@ def ends_with_results(body: Any) -> bool:
     Behind them clients put reminders, and pictures that a tool has made.
     """
     steps = body.get("messages", body.get("input")) if isinstance(body, dict) else None
-    for step in reversed(steps if isinstance(steps, list) else ()):
+    given: list[Any] = steps if isinstance(steps, list) else []
+    for step in reversed(given):
         if _is_result(step):
             return True
         if not isinstance(step, dict) or _is_answer(step):

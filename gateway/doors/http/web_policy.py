@@ -15,8 +15,8 @@ import orjson
 from aiohttp import web
 from opentelemetry.trace import StatusCode
 
+from engine_bridge.protocol.api_errors import anthropic_type
 from engine_bridge.protocol.errors import BridgeError
-from engine_bridge.protocol.node import ANTHROPIC_ERROR_TYPES
 from engine_bridge.tracing import traceparent_of
 from gateway.access.budgets import retry_after
 from gateway.access.hosts import is_own_host, netloc
@@ -112,7 +112,7 @@ def speaks_anthropic(request: web.Request) -> bool:
 def error_body(request: web.Request, error: GatewayError, *, status: int | None = None) -> dict[str, Any]:
     """Return an error in OpenAI's shape, or in Anthropic's for its routes."""
     if speaks_anthropic(request):
-        kind = ANTHROPIC_ERROR_TYPES.get(status or error.http_status, "api_error")
+        kind = anthropic_type(status or error.http_status)
         details = {"details": error.details} if error.details is not None else {}
         return {"type": "error", "error": {"type": kind, "message": error.message} | details}
     return to_openai_body(error)
