@@ -313,7 +313,7 @@ def build_app(services: Services) -> web.Application:
             watched(connections),
             web_policy.origins,
             named_by_proxy(TrustedHeader(services.config)),
-            web_policy.end_without_slash,
+            web_policy.lead_to_route,
         ],
     )
     app[SERVICES] = services

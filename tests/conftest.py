@@ -28,6 +28,9 @@ for _name, _value in {
     "OMP_WAIT_POLICY": "PASSIVE",
     # Of the shared engine; the first engine of the process would set it otherwise, and some have room for one.
     "VLLM_MAX_N_SEQUENCES": "32",
+    # As `configure_environment` sets them, for processes in which vLLM is imported before there is an engine.
+    "VLLM_MAX_STOP_STRINGS": "65536",
+    "VLLM_MAX_NUM_BAD_WORDS": "65536",
 }.items():
     os.environ.setdefault(_name, _value)
 

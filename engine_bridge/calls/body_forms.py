@@ -6,14 +6,24 @@ their clients send all of that. A body is never changed in place: what is change
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from engine_bridge.calls.built_in_tools import (
+    as_functions,
+    in_rounds,
+    with_plain_input,
+    with_schema,
+    without_hosted,
+)
 from engine_bridge.protocol.errors import InvalidRequest
 from engine_bridge.protocol.node import Api
 
 # The fields that bound an answer's tokens, in each API.
 _MAX_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+# The `top_p` that leaves the likeliest token alone: OpenAI and Anthropic say that by 0, which vLLM refuses.
+_LEAST_TOP_P = 1e-6
 # The least thinking budget of Anthropic's API.
 _MIN_BUDGET = 1024
 # Of allowed tools: whether the model may or must call one.
@@ -41,8 +51,15 @@ def _without_outer_nulls(api: Api, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _clipped(body: dict[str, Any], max_model_len: int) -> dict[str, Any]:
-    """Return a body whose answer has no more tokens than the model reads: vLLM clips only smaller numbers that are too large for this prompt."""
-    clipped = {name: max_model_len for name in _MAX_TOKENS if _as_number(body.get(name)) > max_model_len}
+    """Return a body with numbers that vLLM takes.
+
+    Its answer has no more tokens than the model reads: vLLM clips only smaller numbers that are too large for this prompt.
+    """
+    clipped: dict[str, Any] = {
+        name: max_model_len for name in _MAX_TOKENS if _as_number(body.get(name)) > max_model_len
+    }
+    if body.get("top_p", 1) == 0:
+        clipped["top_p"] = _LEAST_TOP_P
     return body | clipped if clipped else body
 
 
@@ -136,12 +153,45 @@ def _tool_name(tool: Any) -> Any:
 
 
 def _chat_message(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message without nulls: clients send an answer back with all fields that it may have. The content may be null beside tool calls."""
-    kept = {name: value for name, value in message.items() if value is not None or name == "content"}
-    for name in ("content", "tool_calls"):
-        if isinstance(kept.get(name), list):
-            kept[name] = _changed(kept[name], without_nulls)
+    """Return a message without nulls: clients send an answer back with all fields that it may have, and tools may say nothing.
+
+    The content of a question is not to be null, and that of an answer may be beside tool calls.
+    """
+    may_be_null = message.get("role") in ("user", "assistant")
+    kept = {
+        name: value
+        for name, value in message.items()
+        if value is not None or (may_be_null and name == "content")
+    }
+    if isinstance(kept.get("content"), list):
+        kept["content"] = _changed(kept["content"], without_nulls)
+    if isinstance(kept.get("tool_calls"), list):
+        kept["tool_calls"] = _changed(kept["tool_calls"], _tool_call)
     return kept
+
+
+def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call of a tool as OpenAI has it: clients of Ollama leave out the type, and arguments that are none, and give others as an object."""
+    call = without_nulls(call)
+    function = call.get("function")
+    if not isinstance(function, dict):
+        return call
+    function = {"arguments": "{}"} | without_nulls(function)
+    if isinstance(function["arguments"], dict):
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return {"type": "function"} | call | {"function": function}
+
+
+# -- OpenAI: text completions ------------------------------------------------------------------------------------------
+
+
+def _completions(body: dict[str, Any]) -> dict[str, Any]:
+    """Return a body without an empty suffix, which editors send for none: vLLM refuses any for most models."""
+    return (
+        {name: value for name, value in body.items() if name != "suffix"}
+        if body.get("suffix") == ""
+        else body
+    )
 
 
 # -- OpenAI: responses -------------------------------------------------------------------------------------------------
@@ -152,7 +202,18 @@ def _responses(body: dict[str, Any]) -> dict[str, Any]:
         if name in body:
             body = body | {name: without_nulls(body[name])}
     if isinstance(body.get("input"), list):
-        body = body | {"input": _changed(body["input"], _item)}
+        items = [
+            each
+            for item in body["input"]
+            for each in (as_functions(item) if isinstance(item, dict) else [item])
+        ]
+        body = body | {"input": _changed(items, _item)}
+    if isinstance(body.get("include"), list):
+        # vLLM knows not all of what OpenAI's search of the web may tell, and there is none here.
+        kept = [each for each in body["include"] if not str(each).startswith("web_search_call.")]
+        body = body | {"include": kept}
+    if isinstance(body.get("tools"), list):
+        body = body | {"tools": _changed(body["tools"], with_plain_input)}
     return _with_allowed_tools(body)
 
 
@@ -216,11 +277,17 @@ def _reasoning(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _messages(body: dict[str, Any]) -> dict[str, Any]:
-    _check_tools(body.get("tools"))
-    if "messages" in body:
-        body = body | {"messages": _changed(body["messages"], _anthropic_message)}
+    if isinstance(body.get("messages"), list):
+        rounds = [
+            each
+            for message in body["messages"]
+            for each in (in_rounds(message) if isinstance(message, dict) else [message])
+        ]
+        body = body | {"messages": _changed(rounds, _anthropic_message)}
     if isinstance(body.get("tools"), list):
-        body = body | {"tools": _changed(body["tools"], without_nulls)}
+        tools = [with_schema(tool) for tool in without_hosted(body["tools"], body.get("tool_choice"))]
+        _check_tools(tools)
+        body = body | {"tools": _changed(tools, without_nulls)}
     return _thinking(_with_format(body))
 
 
@@ -319,6 +386,7 @@ def _as_text(*texts: Any) -> dict[str, Any]:
 _CHANGES: Mapping[Api, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "chat": _chat,
     "tokenize": _chat,
+    "completions": _completions,
     "responses": _responses,
     "messages": _messages,
     "count_tokens": _messages,

@@ -18,10 +18,44 @@ MAX_INTEGER = 2**53 - 1
 _NAMED = ("properties", "$defs", "definitions")
 _LISTED = ("anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties")
+# The formats of texts that llguidance holds an answer to; it refuses all others. Source: llguidance 1.x, `formats.rs`, tried one by one.
+_FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri unknown".split())
+_ANY_NAME: tuple[Any, ...] = (True, {}, {"type": "string"})
 # How llguidance writes JSON by a schema. By default it writes no spaces.
 _SPACED = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 HELD = "// Calls held to the tools offered."
 """The first line of `held_calls`, a comment."""
+
+
+def without_remarks(schema: Any) -> Any:
+    """Return the same schema without what says nothing of an answer, which llguidance refuses.
+
+    A format that is not known is a remark (JSON Schema 2020-12, "Validation", §7.2.1), such as `password`, `int32` or `cuid`: schemas made from
+    classes are full of them. Any property's name is a text, and `uniqueItems` may be false.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        is_remark = (
+            (key == "format" and isinstance(value, str) and value not in _FORMATS)
+            or (key == "propertyNames" and value in _ANY_NAME)
+            or (key == "uniqueItems" and value is False)
+        )
+        if is_remark:
+            continue
+        if key in _NAMED or key == "patternProperties":
+            value = (
+                {name: without_remarks(each) for name, each in value.items()}
+                if isinstance(value, dict)
+                else value
+            )
+        elif key in _LISTED or key == "allOf":
+            value = [without_remarks(each) for each in value] if isinstance(value, list) else value
+        elif key in _SINGLE:
+            value = without_remarks(value)
+        found[key] = value
+    return found
 
 
 def closed(schema: Any) -> Any:
@@ -92,7 +126,7 @@ def held_calls(tools: Mapping[str, Any]) -> str:
     calls, rules = [], []
     for index, (name, schema) in enumerate(tools.items()):
         opening = f'{{"name": {json.dumps(name)}, "arguments": '
-        arguments = spaced(closed({"type": "object", "properties": {}} | schema))
+        arguments = spaced(closed(without_remarks({"type": "object", "properties": {}} | schema)))
         calls.append(f"call_{index}")
         rules.append(f'call_{index}: {json.dumps(opening)} arguments_{index} "}}"')
         rules.append(f"arguments_{index}: %json {json.dumps(arguments)}")

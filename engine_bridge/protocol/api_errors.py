@@ -24,11 +24,25 @@ _WORDS = {
     501: ("invalid_request_error", "not_supported"),
     503: ("server_error", "engine_failed"),
 }
+# How Anthropic's API names errors, by HTTP status. Source: its documentation of errors.
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 # Names are clients' text, of any length; a list of adapters may be long, too.
 _TOO_LONG_WORDS = ("context length", "longer than the maximum", "(max_prompt_chars)")
 _MAX_NAME_CHARS, _MAX_NAMES = 100, 20
 # Of a message to a client. Chosen: what a person reads; vLLM's quote what a client has sent, of any length.
 MAX_MESSAGE_CHARS = 4096
+
+
+def anthropic_type(status: int) -> str:
+    """Return the type by which Anthropic's API names an error with this HTTP status."""
+    return _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
 
 
 def error_body(status: int, message: str, *, param: str | None = None, code: str = "") -> dict[str, Any]:

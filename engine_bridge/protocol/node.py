@@ -21,16 +21,6 @@ FinishReason = Literal["stop", "length", "stopped"]
 # How a prompt was made: `first` question of a conversation, ids of the history `kept` whole or `cut` where the chat template went another
 # way, everything `rendered` anew, ids `given` by the caller.
 PromptOrigin = Literal["first", "kept", "cut", "rendered", "given"]
-# How Anthropic's API names errors, by HTTP status. Source: its documentation of errors.
-ANTHROPIC_ERROR_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
 Api = Literal[
     "chat",
     "completions",

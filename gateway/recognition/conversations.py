@@ -2,14 +2,16 @@
 
 Nothing of a conversation's text is kept, only hashes (`fingerprints.py`), and of each conversation only where it stands now. A call continues a
 conversation if it begins with the same steps and has an answer next. So a call that goes back to an earlier state (an edit, a branch) begins another
-one, as does one that could continue several of which none gave that answer. A name that the client gives bounds the search to its own calls, and
-inside it a conversation may also be cut short: compacted, or edited. Names and conversations are a tenant's own.
+one, as does one that could continue several of which none gave that answer. Clients also change the history that they send: they cut results of
+tools short, leave out old messages, put the time into the system prompt. A call that has the last answer of one conversation, and of no other,
+continues it, whatever became of its history. A name that the client gives bounds the search to its own calls, and inside it a conversation may
+also begin anew: compacted, or edited. Names and conversations are a tenant's own.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from gateway.access.shares import Shares
@@ -20,8 +22,8 @@ How = Literal["named", "continued", "retried", "rewritten", "new"]
 # Conversations that are kept for one tenant, and for all: some 20 MB. Chosen.
 MAX_OF_ONE, MAX_OF_ALL = 4096, 32768
 
-Scope = tuple[str, str]
-"""A tenant, and the name that its client gave; "" without one."""
+Scope = tuple[str, str, str]
+"""A tenant, and the names that its client gave the session and the agent in it; "" without one."""
 
 
 class Conversation:
@@ -31,15 +33,24 @@ class Conversation:
         session_id: the name that the engine, advisories and the router know it by.
         num_running: its calls that are being answered now.
         answer: the marks of its last answer; None while there is none, and after a call that failed.
+        anchors: the hashes under which it is found by this answer; none while a call of it is being answered.
+        anchors_before: those of the answer before that call, which hold again if it fails.
         calls_tools: whether its last answer calls tools, so that it will go on by itself.
     """
 
     def __init__(self, scope: Scope, session_id: str, found: Fingerprint) -> None:
         self.scope, self.session_id = scope, session_id
-        self.state, self.opening = found.state, found.opening
+        self.asked(found)
         self.num_running = 0
         self.answer: Answer | None = None
+        self.anchors: tuple[bytes, ...] = ()
+        self.anchors_before: tuple[bytes, ...] = ()
         self.calls_tools = False
+
+    def asked(self, found: Fingerprint) -> None:
+        """Note the call that it has come to."""
+        self.state, self.opening, self.exact = found.state, found.opening, found.exact
+        self.before = found.before
 
     @property
     def key(self) -> str:
@@ -60,7 +71,9 @@ class Conversations:
     def __init__(self) -> None:
         self._at: dict[tuple[Scope, bytes], list[Conversation]] = {}
         """Conversations by where they stand."""
-        self._named: dict[Scope, list[Conversation]] = {}
+        self._answered: dict[tuple[Scope, bytes], list[Conversation]] = {}
+        """Conversations by the anchors of their last answers."""
+        self._named: dict[tuple[str, str], list[Conversation]] = {}
         self._shares: Shares[str] = Shares(MAX_OF_ONE, MAX_OF_ALL)
         self._by_session: dict[str, Conversation] = {}
 
@@ -69,7 +82,7 @@ class Conversations:
 
     def began(self, tenant: str, name: SessionName, found: Fingerprint, proposed: str = "") -> Recognised:
         """Return the conversation of a call that begins now. `ended` follows. proposed: the name of a new session that the client has not named."""
-        scope = (tenant, name.name)
+        scope = (tenant, name.name, name.agent)
         conversation, how = self._find(scope, name, found)
         if conversation is None:
             conversation = self._add(scope, found, proposed)
@@ -82,6 +95,10 @@ class Conversations:
         """Note that a call was answered, or failed (None)."""
         conversation.num_running -= 1
         conversation.answer, conversation.calls_tools = answer, calls_tools
+        if answer is None:
+            self._set_anchors(conversation, conversation.anchors_before)
+        elif conversation.before.question:
+            self._set_anchors(conversation, answer.anchors(conversation.opening, conversation.before))
 
     def named(self, tenant: str, name: str) -> list[str]:
         """Return the tenant's sessions under a client's name, in the order in which they began."""
@@ -89,30 +106,51 @@ class Conversations:
 
     def standing(self, tenant: str, found: Fingerprint) -> Conversation | None:
         """Return the tenant's unnamed conversation whose last call was this one, or which this one continues; None where none or several may be."""
-        scope = (tenant, "")
+        scope = (tenant, "", "")
         here = [each for each in self._at.get((scope, found.prefixes[-1]), ()) if each.state == found.state]
         return here[0] if len(here) == 1 else self._find(scope, UNNAMED, found)[0]
 
     # -- finding -----------------------------------------------------------------------------------------------------
 
     def _find(self, scope: Scope, name: SessionName, found: Fingerprint) -> tuple[Conversation | None, How]:
+        changed: list[Conversation] = []
         for known, answer in self._continued(scope, found):
             likely = [each for each in known if each.answer is not None and each.answer.is_like(answer)]
             # Conversations at the same place with the same answer cannot be told apart and need not be: their KV is the same.
-            if likely:
+            if likely := _nearest(likely, found):
                 return min(likely, key=lambda each: each.num_running), "continued"
-            # A client may have changed the answer before it sent it back.
-            return (known[0], "continued") if len(known) == 1 else (None, "new")
-        state = found.state
+            if found.is_next_after(known[0].state):
+                changed = [each for each in known if each.exact == found.exact]
+            break
         for each in self._at.get((scope, found.prefixes[-1]), ()):
-            if each.answer is None and not each.num_running and each.state == state:
+            is_same = each.state == found.state and each.exact == found.exact
+            if each.answer is None and not each.num_running and is_same:
                 return each, "retried"
-        if name.name and name.source != "prompt_cache_key":  # many clients may share such a key
-            for each in self._named.get(scope, ()):
-                # A conversation waiting for its tools comes back with their results, so this call is another agent's.
-                if each.opening == found.opening and not each.num_running and not each.calls_tools:
-                    return each, "rewritten"
-        return None, "named" if name.name and scope not in self._named else "new"
+        if (anchored := self._anchored(scope, found)) is not None:
+            return anchored, "rewritten"
+        if changed:
+            # A client may have changed the answer before it sent it back.
+            return (changed[0], "continued") if len(changed) == 1 else (None, "new")
+        if (begun_anew := self._begun_anew(scope, name, found)) is not None:
+            return begun_anew, "rewritten"
+        return None, "named" if name.name and scope[:2] not in self._named else "new"
+
+    def _anchored(self, scope: Scope, found: Fingerprint) -> Conversation | None:
+        """Return the conversation whose last answer this call has; None where it has that of none, or of several."""
+        for anchor in found.anchors():
+            if known := _nearest(self._answered.get((scope, anchor), ()), found):
+                return known[0] if len(known) == 1 else None
+        return None
+
+    def _begun_anew(self, scope: Scope, name: SessionName, found: Fingerprint) -> Conversation | None:
+        """Return the conversation of this name that begins anew, under the same instructions."""
+        if not name.name or name.source == "prompt_cache_key":
+            return None  # many clients may share such a key
+        own = [each for each in self._named.get(scope[:2], ()) if each.scope == scope]
+        # A conversation that waits for its tools comes back with their results. Perhaps they are agents, of which this is one.
+        if any(each.calls_tools and not each.num_running for each in own):
+            return None
+        return next((each for each in own if each.exact == found.exact and not each.num_running), None)
 
     def _continued(self, scope: Scope, found: Fingerprint) -> Iterator[tuple[list[Conversation], Answer]]:
         """Yield the conversations that this call begins with and answers, the longest first, with the answer that it has next."""
@@ -128,8 +166,8 @@ class Conversations:
     # -- keeping -----------------------------------------------------------------------------------------------------
 
     def _add(self, scope: Scope, found: Fingerprint, proposed: str) -> Conversation:
-        tenant, name = scope
-        own = self._named.setdefault(scope, []) if name else []
+        tenant, name, _ = scope
+        own = self._named.setdefault((tenant, name), []) if name else []
         session_id = name or proposed
         if not session_id or _key(tenant, session_id) in self._by_session:
             session_id = f"{MADE}{uuid.uuid4().hex}"
@@ -143,7 +181,9 @@ class Conversations:
 
     def _move(self, conversation: Conversation, found: Fingerprint) -> None:
         self._take_out(conversation)
-        conversation.state, conversation.opening = found.state, found.opening
+        conversation.anchors_before = conversation.anchors or conversation.anchors_before
+        self._set_anchors(conversation, ())
+        conversation.asked(found)
         self._at.setdefault((conversation.scope, conversation.state.prefix), []).append(conversation)
         self._shares.touch(conversation.key)
 
@@ -153,14 +193,34 @@ class Conversations:
         if not self._at[key]:
             del self._at[key]
 
+    def _set_anchors(self, conversation: Conversation, anchors: tuple[bytes, ...]) -> None:
+        if self._by_session.get(conversation.key) is not conversation:
+            return  # it was forgotten meanwhile
+        for anchor in conversation.anchors:
+            key = (conversation.scope, anchor)
+            self._answered[key].remove(conversation)
+            if not self._answered[key]:
+                del self._answered[key]
+        conversation.anchors = anchors
+        for anchor in anchors:
+            self._answered.setdefault((conversation.scope, anchor), []).append(conversation)
+
     def _drop(self, conversation: Conversation) -> None:
+        self._set_anchors(conversation, ())
         del self._by_session[conversation.key]
         self._take_out(conversation)
-        own = self._named.get(conversation.scope, [])
+        named = conversation.scope[:2]
+        own = self._named.get(named, [])
         if conversation in own:
             own.remove(conversation)
             if not own:
-                del self._named[conversation.scope]
+                del self._named[named]
+
+
+def _nearest(known: Sequence[Conversation], found: Fingerprint) -> list[Conversation]:
+    """Return those under a call's very instructions; without any, those that are not being answered, whose instructions differ in digits."""
+    exact = [each for each in known if each.exact == found.exact]
+    return exact or [each for each in known if not each.num_running]
 
 
 def _key(tenant: str, session_id: str) -> str:

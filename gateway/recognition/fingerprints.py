@@ -6,10 +6,12 @@ conversation begins with the same steps, has the answer next, and then what came
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 import orjson
@@ -37,22 +39,68 @@ _MESSAGE = ("type", "message")
 _THOUGHTS = frozenset(("thinking", "redacted_thinking", "reasoning"))
 # vLLM drops these blocks of Claude Code's system prompt, which differ in each call.
 _BILLING = "x-anthropic-billing-header"
+# Digits of instructions may differ in each call of one agent: the time, the date, a counter.
+_DIGITS = b"0123456789"
+_INSTRUCTING = ("system", "developer")
+# An answer of so many characters is known by its text alone. Chosen: no two answers of this length are alike by chance.
+LONG_CHARS = 100
+# The latest answers of a call that may be a conversation's last one. Chosen: clients put a canned exchange or two behind it.
+MAX_ANSWERS = 8
+# Ids that some models count up (`functions.bash:3`): they are alike in all conversations.
+_COUNTED_ID = re.compile(r":\d+$")
 # Bytes of a piece of a plain prompt. Chosen: shorter prompts than this begin alike by chance.
 PIECE_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The marks by which an answer is known again: the ids of its calls of tools, and a hash of its text (b"" without text)."""
+    """The marks by which an answer is known again: the ids of its calls of tools, and a hash of its text (b"" without text).
+
+    is_long: whether the text has `LONG_CHARS` or more.
+    """
 
     tool_ids: frozenset[str] = frozenset()
     text: bytes = b""
+    is_long: bool = False
 
     def is_like(self, other: Answer) -> bool:
-        """Return whether two answers may be the same one: a call of a tool in common decides, then the text."""
-        if self.tool_ids or other.tool_ids:
-            return not self.tool_ids.isdisjoint(other.tool_ids)
-        return self.text == other.text
+        """Return whether two answers may be the same one: a call of a tool in common decides, then the text; both, where the ids are counted."""
+        common = self.tool_ids & other.tool_ids
+        if any(not _COUNTED_ID.search(each) for each in common):
+            return True
+        return bool(common) == bool(self.tool_ids or other.tool_ids) and self.text == other.text
+
+    @property
+    def own(self) -> tuple[bytes, ...]:
+        """Marks that no other answer has: the ids of its calls of tools, or a long text."""
+        ids = tuple(each.encode() for each in self.tool_ids if not _COUNTED_ID.search(each))
+        return ids or ((self.text,) if self.is_long else ())
+
+    def anchors(self, opening: bytes, before: Before, *, is_last: bool = True) -> tuple[bytes, ...]:
+        """Return hashes under which the conversation that got this answer is found, whatever became of its earlier history.
+
+        Args:
+            opening: of the conversation.
+            before: what this answer followed, by which an answer without marks of its own is known.
+            is_last: whether no other answer follows: then the question before it may tell which it is.
+        """
+        if own := self.own:
+            return tuple(_hash(opening + each) for each in own)
+        if not self.tool_ids and not self.text:
+            return ()
+        marks = _json(sorted(self.tool_ids)) + self.text
+        followed = (*before.answer, before.question) if is_last else before.answer
+        return tuple(_hash(opening + each + marks) for each in followed)
+
+
+class Before(NamedTuple):
+    """What an answer follows: the marks of the answer before that no other one has, and a hash of the last step."""
+
+    answer: tuple[bytes, ...] = ()
+    question: bytes = b""
+
+
+NOTHING = Before()
 
 
 class State(NamedTuple):
@@ -69,14 +117,19 @@ class Fingerprint:
     """One call's conversation.
 
     Attributes:
-        prefixes: a hash of each of its beginnings: of the first step, of the first two, and so on to the whole.
-        opening: a hash of what its steps stand under: model, system prompt.
+        prefixes: a hash of each of its beginnings: of the first step, of the first two, and so on to the whole. Of the instructions at its beginning
+            the digits are left out.
+        opening: a hash of what its steps stand under, without the digits of the instructions: model and instructions.
+        exact: the same with all digits.
+        before: what its answer will follow; nothing for a plain prompt.
         steps: the messages or items themselves, for `answer_after`; empty for a plain prompt.
         prompt: a plain prompt's bytes; b"" for messages.
     """
 
     prefixes: tuple[bytes, ...]
     opening: bytes
+    exact: bytes = b""
+    before: Before = NOTHING
     steps: Sequence[Any] = ()
     prompt: bytes = b""
 
@@ -103,6 +156,19 @@ class Fingerprint:
             answers.append(step)
         return answer_of(answers) if answers else None
 
+    def is_next_after(self, state: State) -> bool:
+        """Return whether this may be the very next call of a conversation which it begins with: no more than one answer has come since."""
+        since = [begin >= state.num_steps for begin, _ in islice(_answers(self.steps, len(self.steps)), 2)]
+        return sum(since) <= 1
+
+    def anchors(self) -> Iterator[bytes]:
+        """Yield the anchors of its answers, the latest answer first."""
+        places = islice(_answers(self.steps, len(self.steps)), MAX_ANSWERS)
+        for number, (begin, end) in enumerate(places):
+            answer = answer_of(self.steps[begin:end])
+            before = NOTHING if answer.own else _before(self.steps, begin)
+            yield from answer.anchors(self.opening, before, is_last=not number)
+
 
 def fingerprint(api: Api, body: Any) -> Fingerprint | None:
     """Return the fingerprint of a call; None for one whose conversation cannot be told, such as several prompts at once or a malformed body."""
@@ -115,14 +181,18 @@ def fingerprint(api: Api, body: Any) -> Fingerprint | None:
         steps = [{"role": "user", "content": steps}]
     if not isinstance(steps, list) or not steps:
         return None
-    opening = last = _hash(_json([body.get("model"), _plain(body.get("system")), body.get("instructions")]))
-    prefixes = []
-    for step in steps:
+    num_leading = 0
+    while num_leading < len(steps) and _is_instructing(steps[num_leading]):
+        num_leading += 1
+    instructions = [_plain(body.get("system")), body.get("instructions"), *map(_plain, steps[:num_leading])]
+    model, under = _json(body.get("model")), _json(instructions)
+    opening = last = _hash(model + under.translate(None, _DIGITS))
+    prefixes = [last] * num_leading
+    for step in steps[num_leading:]:
         last = _hash(last + _json(_plain(step)))
         prefixes.append(last)
-    if api == "chat" and isinstance(steps[0], dict) and steps[0].get("role") in ("system", "developer"):
-        opening = prefixes[0]
-    return Fingerprint(tuple(prefixes), opening, steps=steps)
+    before = _before(steps, len(steps))
+    return Fingerprint(tuple(prefixes), opening, _hash(model + under), before, steps=steps)
 
 
 def answer_of(steps: Sequence[Any]) -> Answer:
@@ -147,7 +217,8 @@ def answer_of(steps: Sequence[Any]) -> Answer:
 def marks(tool_ids: set[str], text: str) -> Answer:
     """Return the marks of an answer with these calls of tools and this text, whose outer white space clients may strip."""
     text = text.strip()
-    return Answer(frozenset(tool_ids), _hash(text.encode("utf-8", "replace")) if text else b"")
+    digest = _hash(text.encode("utf-8", "replace")) if text else b""
+    return Answer(frozenset(tool_ids), digest, len(text) >= LONG_CHARS)
 
 
 def turn_of(body: Any) -> Literal["", "begins", "continues"]:
@@ -158,14 +229,27 @@ def turn_of(body: Any) -> Literal["", "begins", "continues"]:
 
 
 def ends_with_results(body: Any) -> bool:
-    """Return whether a call brings the results of tools, so that its conversation continues without a person."""
+    """Return whether a call brings the results of tools, so that its conversation continues without a person.
+
+    Behind them clients put reminders, and pictures that a tool has made.
+    """
     steps = body.get("messages", body.get("input")) if isinstance(body, dict) else None
-    last = steps[-1] if isinstance(steps, list) and steps else None
-    if not isinstance(last, dict):
+    given: list[Any] = steps if isinstance(steps, list) else []
+    for step in reversed(given):
+        if _is_result(step):
+            return True
+        if not isinstance(step, dict) or _is_answer(step):
+            break
+    return False
+
+
+def _is_result(step: Any) -> bool:
+    """Return whether a message or an item has the result of a tool."""
+    if not isinstance(step, dict):
         return False
-    if last.get("role") == "tool" or str(last.get("type", "")).endswith("_output"):
+    if step.get("role") in ("tool", "function") or str(step.get("type", "")).endswith("_output"):
         return True
-    parts = last.get("content")
+    parts = step.get("content")
     return isinstance(parts, list) and any(
         isinstance(part, dict) and part.get("type") == "tool_result" for part in parts
     )
@@ -190,6 +274,27 @@ def _of_prompt(body: dict[str, Any]) -> Fingerprint | None:
         last = _hash(last + piece)
         prefixes.append(last)
     return Fingerprint(tuple(prefixes), opening, prompt=data) if prefixes else None
+
+
+def _answers(steps: Sequence[Any], end: int) -> Iterator[tuple[int, int]]:
+    """Yield where the answers before step number `end` begin and end, the latest first."""
+    while end:
+        begin = end
+        while begin and _is_answer(steps[begin - 1]):
+            begin -= 1
+        if begin < end:
+            yield begin, end
+        end = max(begin - 1, 0)
+
+
+def _before(steps: Sequence[Any], end: int) -> Before:
+    """Return what an answer at this place follows."""
+    begun, ended = next(_answers(steps, end), (0, 0))
+    return Before(answer_of(steps[begun:ended]).own, _hash(_json(_plain(steps[end - 1]))) if end else b"")
+
+
+def _is_instructing(step: Any) -> bool:
+    return isinstance(step, dict) and step.get("role") in _INSTRUCTING
 
 
 def _is_answer(step: Any) -> bool:

@@ -1,7 +1,7 @@
 """The names of sessions that clients send in fields of their own, beside `X-Session-Id`. Pure.
 
-Sources: the headers of Claude Code, Codex, OpenCode and Pi as their proxies list them; OpenAI's `prompt_cache_key`; Anthropic's `metadata.user_id`;
-vLLM's RFC #52113 (`agent_hint`); NVIDIA Dynamo's `nvext.agent_context` and its header.
+Sources: the headers of Claude Code, Codex, OpenCode, Pi and LiteLLM as their proxies list them; OpenAI's `prompt_cache_key`;
+Anthropic's `metadata.user_id`; vLLM's RFC #52113 (`agent_hint`); NVIDIA Dynamo's `nvext.agent_context` and its header.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ HEADERS = (
     "X-Opencode-Session",
     "X-Session-Affinity",
     "X-Dynamo-Session-Id",
+    "X-LiteLLM-Session-Id",
 )
+# Beside a session, the name of the agent in it that asks: Claude Code's helpers and Codex's threads have names of their own.
+AGENT_HEADERS = ("X-Claude-Code-Agent-Id", "Thread-Id")
 # How the names begin of sessions that no client has named.
 MADE = "auto-"
 # Longer names are of no use to anybody: the engine keeps them for as long as the session's KV.
@@ -34,10 +37,14 @@ _SESSION_IN_USER_ID = re.compile(r"_session_([0-9A-Za-z-]{8,128})$")
 
 
 class SessionName(NamedTuple):
-    """A name that a client gave its session, "" where it gave none, and the field that it stood in."""
+    """A name that a client gave its session, "" where it gave none, and the field that it stood in.
+
+    agent: the name of the agent in this session that asks; "" for the main one, and where the client names none.
+    """
 
     name: str
     source: NameSource
+    agent: str = ""
 
 
 UNNAMED = SessionName("", "none")
@@ -46,10 +53,15 @@ UNNAMED = SessionName("", "none")
 def session_name(headers: Mapping[str, str], body: Mapping[str, Any]) -> SessionName:
     """Return the name of a call's session by the first field that holds one. Fields that are malformed or too long are passed over."""
     for name, source in _names(headers, body):
-        is_name = isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARS and name.isprintable()
-        if is_name and not name.startswith(MADE):
-            return SessionName(name, source)
+        if _is_name(name) and not name.startswith(MADE):
+            agents = (headers.get(header) for header in AGENT_HEADERS)
+            agent = next((each for each in agents if _is_name(each) and each != name), "")
+            return SessionName(name, source, agent or "")
     return UNNAMED
+
+
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARS and name.isprintable()
 
 
 def _names(headers: Mapping[str, str], body: Mapping[str, Any]) -> Iterator[tuple[Any, NameSource]]:

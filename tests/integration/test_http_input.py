@@ -51,7 +51,7 @@ async def test_malformed_bodies(http: Http) -> None:
 
 
 BAD_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no"}}}
-_CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
+_CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": []}}
 ODD_CALL = [{"role": "assistant", "tool_calls": [_CALL]}]
 ODD_PART = [{"role": "user", "content": ["hi"]}]
 CHATS_PART = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]

@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from yarl import URL
 
 from gateway.app import Server
 from gateway.errors import StartupError
@@ -249,6 +250,28 @@ async def test_a_slash_behind_a_route_leads_to_the_route(server: Server, http: H
         async with http.get(f"{server.url}{path}", allow_redirects=False) as response:
             assert response.status == (200 if path == "/" else 404), path
             assert "Location" not in response.headers
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["/v1//completions", "//v1/completions", "/v1/v1/completions", "/completions", "//v1/v1/completions/"],
+)
+async def test_a_base_address_with_a_slash_or_v1_too_many_leads_to_the_route(
+    http: Http, server: Server, given: str
+) -> None:
+    body = {"model": MODEL, "prompt": "Hello", "max_tokens": 1}
+    url = URL(f"{server.url}{given}?a=1", encoded=True)
+    async with http.post(url, json=body, allow_redirects=False) as response:
+        assert response.status == 307 and response.headers["Location"] == f"{COMPLETIONS}?a=1"
+
+
+async def test_editors_may_stop_at_a_dozen_strings(http: Http) -> None:
+    body = {"model": MODEL, "max_tokens": 1}
+    stops = [f"<|{number}|>" for number in range(12)]
+    await told(http.post(COMPLETIONS, json=body | {"prompt": "Hello", "stop": stops}))
+    await told(http.post(CHAT, json=body | {"messages": HELLO, "stop": stops}))
+    await told(http.post(MESSAGES, json=body | {"messages": HELLO, "stop_sequences": stops}))
+    await told(http.post(CHAT, json=body | {"messages": HELLO, "stop": stops * 6}), 400)
 
 
 async def test_bodies_in_the_encodings_that_programs_send(http: Http) -> None:

@@ -30,9 +30,9 @@ from engine_bridge.driver.vllm_api import (
     create_error_response,
     translate_error_response,
 )
-from engine_bridge.protocol.api_errors import UNKNOWN_MODEL, cut, error_body
+from engine_bridge.protocol.api_errors import UNKNOWN_MODEL, anthropic_type, cut, error_body
 from engine_bridge.protocol.errors import EngineUnavailable, InvalidRequest
-from engine_bridge.protocol.node import ANTHROPIC_ERROR_TYPES, JsonReply
+from engine_bridge.protocol.node import JsonReply
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ def error_reply(response: ErrorResponse, *, is_anthropic: bool) -> JsonReply:
     """Return an error's reply in the form of its API."""
     if is_anthropic:
         response.error.message = cut(response.error.message)
-        response.error.type = ANTHROPIC_ERROR_TYPES.get(response.error.code, "api_error")
+        response.error.type = anthropic_type(response.error.code)
         return JsonReply(response.error.code, bytes(translate_error_response(response).body))
     return openai_error(response)
 

@@ -47,6 +47,9 @@ def configure_environment(config: EngineConfig) -> None:
         "VLLM_LOG_STATS_INTERVAL": "86400",
         # vLLM's own bound of 16,384 choices would let one call stand before all others in the queue.
         "VLLM_MAX_N_SEQUENCES": str(config.sure_seqs),
+        # The settings `max_stop_strings` and `max_bad_words` bound these. vLLM takes four stop strings, as OpenAI does; editors send a dozen.
+        "VLLM_MAX_STOP_STRINGS": str(1 << 16),
+        "VLLM_MAX_NUM_BAD_WORDS": str(1 << 16),
         # Its class is in `driver/apis/media.py`.
         "VLLM_MEDIA_CONNECTOR": "given",
         "VLLM_MAX_IMAGE_PIXELS": str(int(1e6 * config.max_image_mpixels)),

@@ -11,7 +11,7 @@ import contextlib
 import json
 from typing import Any
 
-from engine_bridge.calls.tool_schemas import closed, is_held, spaced
+from engine_bridge.calls.tool_schemas import closed, is_held, spaced, without_remarks
 from engine_bridge.driver.grammars import running
 from engine_bridge.driver.vllm_api import (
     SamplingParams,
@@ -67,7 +67,8 @@ def close_schema(params: SamplingParams) -> None:
         return
     with contextlib.suppress(ValueError, RecursionError):
         schema = structured.json
-        structured.json = spaced(closed(json.loads(schema) if isinstance(schema, str) else schema))
+        given = json.loads(schema) if isinstance(schema, str) else schema
+        structured.json = spaced(closed(without_remarks(given)))
 
 
 def grammar_of(params: SamplingParams, config: Any) -> str | None:

@@ -7,15 +7,16 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from itertools import dropwhile
 from typing import Any, NamedTuple
 
 import orjson
 from aiohttp import web
 from opentelemetry.trace import StatusCode
 
+from engine_bridge.protocol.api_errors import anthropic_type
 from engine_bridge.protocol.errors import BridgeError
-from engine_bridge.protocol.node import ANTHROPIC_ERROR_TYPES
 from engine_bridge.tracing import traceparent_of
 from gateway.access.budgets import retry_after
 from gateway.access.hosts import is_own_host, netloc
@@ -111,7 +112,7 @@ def speaks_anthropic(request: web.Request) -> bool:
 def error_body(request: web.Request, error: GatewayError, *, status: int | None = None) -> dict[str, Any]:
     """Return an error in OpenAI's shape, or in Anthropic's for its routes."""
     if speaks_anthropic(request):
-        kind = ANTHROPIC_ERROR_TYPES.get(status or error.http_status, "api_error")
+        kind = anthropic_type(status or error.http_status)
         details = {"details": error.details} if error.details is not None else {}
         return {"type": "error", "error": {"type": kind, "message": error.message} | details}
     return to_openai_body(error)
@@ -170,22 +171,27 @@ async def origins(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 @web.middleware
-async def end_without_slash(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Redirect a route with a slash behind it to the route, as `vllm serve` does."""
-    if (
-        request.path.endswith("/")
-        and request.path.strip("/")
-        and request.match_info.http_exception is not None
-    ):
-        path = "/" + request.rel_url.raw_path.strip("/")  # never "//", which would be another server
-        resolved = await request.app.router.resolve(
-            request.clone(rel_url=request.rel_url.with_path(path, encoded=True))
-        )
-        if resolved.http_exception is None:
-            raise web.HTTPTemporaryRedirect(
-                str(request.rel_url.with_path(path, encoded=True, keep_query=True))
-            )
+async def lead_to_route(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Redirect to a route where only slashes, or the number of times that the path begins with `/v1`, keep a path from being one.
+
+    Clients put their path behind a base address that ends with a slash, or with `/v1`, or without. `vllm serve` redirects slashes at the end.
+    """
+    if request.match_info.http_exception is not None:
+        given, mark, query = request.raw_path.partition("?")
+        for path in _likely_paths(given):
+            resolved = await request.app.router.resolve(request.clone(rel_url=path))
+            if resolved.http_exception is None:
+                raise web.HTTPTemporaryRedirect(path + mark + query)
     return await handler(request)
+
+
+def _likely_paths(given: str) -> Iterator[str]:
+    """Yield the paths that may have been meant, each with a single slash at its beginning: `//` would be another server."""
+    parts = [part for part in given.split("/") if part]
+    behind = list(dropwhile("v1".__eq__, parts))
+    for likely in (parts, ["v1", *behind]):
+        if behind and (path := "/" + "/".join(likely)) != given:
+            yield path
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:

@@ -3,6 +3,7 @@ import importlib
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,17 @@ def test_a_kv_cache_has_the_size_that_was_said(monkeypatch: pytest.MonkeyPatch) 
         config = demo(device=device, **settings)
         assert engine_args(config, None).kv_cache_memory_bytes == num_bytes
         assert ("VLLM_CPU_KVCACHE_SPACE" in os.environ) == (device == "cuda" or not settings)
+
+
+def test_vllm_leaves_stop_strings_and_bad_words_to_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment: dict[str, str] = {}
+    monkeypatch.setattr(building, "_set", {})
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setitem(sys.modules, "ray", None)  # as it does itself
+    building.configure_environment(demo())
+    monkeypatch.undo()
+    for name in ("VLLM_MAX_STOP_STRINGS", "VLLM_MAX_NUM_BAD_WORDS"):
+        assert int(environment[name]) > 1024
 
 
 def test_on_a_gpu_vllm_chooses_how_many_requests_a_batch_holds() -> None:

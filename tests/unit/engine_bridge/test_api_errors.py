@@ -1,6 +1,6 @@
 import pytest
 
-from engine_bridge.protocol.api_errors import MAX_MESSAGE_CHARS, error_body
+from engine_bridge.protocol.api_errors import MAX_MESSAGE_CHARS, anthropic_type, error_body
 from gateway.errors import GatewayError, to_frame, to_openai_body
 
 
@@ -19,6 +19,11 @@ from gateway.errors import GatewayError, to_frame, to_openai_body
 def test_type_and_code_are_words(status: int, code: str, expected: tuple[str, str]) -> None:
     error = error_body(status, "No.", param="n", code=code)["error"]
     assert error == {"type": expected[0], "code": expected[1], "param": "n", "message": "No."}
+
+
+def test_anthropics_types_tell_whose_fault_it_is() -> None:
+    found = [anthropic_type(status) for status in (404, 405, 408, 415, 500, 503)]
+    assert found == ["not_found_error", *["invalid_request_error"] * 3, "api_error", "overloaded_error"]
 
 
 def test_a_message_that_quotes_what_a_client_has_sent_is_no_longer_than_a_person_reads() -> None:

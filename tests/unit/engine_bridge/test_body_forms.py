@@ -38,6 +38,29 @@ def test_more_tokens_than_the_model_reads_are_as_many_as_it_reads(name: str) -> 
         assert formed("chat", **{name: given})[name] == found
 
 
+def test_the_likeliest_token_alone_is_asked_for_by_a_small_number() -> None:
+    for api in ("chat", "completions", "responses", "messages"):
+        assert 0 < usual_form(api, {"top_p": 0}, 4096)["top_p"] < 1e-4
+    assert formed("chat", top_p=0.5) == {"top_p": 0.5}
+
+
+def test_calls_of_tools_in_the_form_of_ollamas_clients_are_openais() -> None:
+    call = {"id": "c", "function": {"name": "f", "arguments": {"a": "é"}}}
+    (message,) = formed("chat", messages=[{"role": "assistant", "tool_calls": [call]}])["messages"]
+    function = {"name": "f", "arguments": '{"a": "é"}'}
+    assert message["tool_calls"] == [{"id": "c", "type": "function", "function": function}]
+    bare = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": None}}]}
+    result = {"role": "tool", "tool_call_id": "c", "content": None}
+    first, second = formed("chat", messages=[bare, result])["messages"]
+    assert first["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
+    assert second == {"role": "tool", "tool_call_id": "c"}
+
+
+def test_an_empty_suffix_is_as_good_as_none() -> None:
+    assert formed("completions", prompt="x", suffix="") == {"prompt": "x"}
+    assert formed("completions", prompt="x", suffix="y") == {"prompt": "x", "suffix": "y"}
+
+
 def test_a_thinking_budget_stays_below_the_clipped_answer() -> None:
     body = {"messages": [], "max_tokens": 32_000, "thinking": {"type": "enabled", "budget_tokens": 31_999}}
     found = formed("messages", **body)
@@ -158,11 +181,6 @@ def test_the_form_of_an_answer_may_stand_in_either_of_anthropics_fields() -> Non
 def test_what_would_be_passed_over_is_refused_with_what_is_taken(block: Any, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         formed("messages", messages=[{"role": "user", "content": [block]}])
-
-
-def test_tools_of_others_servers_are_refused_by_their_type() -> None:
-    with pytest.raises(InvalidRequest, match="web_search_20250305"):
-        formed("messages", messages=[], tools=[{"type": "web_search_20250305", "name": "web_search"}])
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,14 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
-from engine_bridge.calls.tool_schemas import MAX_INTEGER, at_most_one, closed, held_calls, is_held
+from engine_bridge.calls.tool_schemas import (
+    MAX_INTEGER,
+    at_most_one,
+    closed,
+    held_calls,
+    is_held,
+    without_remarks,
+)
 
 TOKENIZER = Path(__file__).parents[3] / "demo" / "model" / "tokenizer.json"
 
@@ -43,6 +50,25 @@ def test_integers_are_those_that_readers_of_json_agree_on_and_the_schema_that_ca
     assert mine == {"type": "object", "properties": {"n": {"type": "integer"}}}
     calls = {"type": "array", "minItems": 1, "items": {}}
     assert at_most_one(calls) == calls | {"maxItems": 1} and at_most_one(CITY) == CITY
+
+
+def test_what_says_nothing_of_an_answer_is_left_out() -> None:
+    text, date = {"type": "string", "format": "password"}, {"type": "string", "format": "date"}
+    mine = {
+        "properties": {"format": text, "uniqueItems": {"type": "array", "items": text, "uniqueItems": False}},
+        "anyOf": [text, date, {"const": {"format": "x"}}],
+        "additionalProperties": {"propertyNames": {"type": "string"}, "patternProperties": {"^a": text}},
+    }
+    plain = {"type": "string"}
+    assert without_remarks(mine) == {
+        "properties": {"format": plain, "uniqueItems": {"type": "array", "items": plain}},
+        "anyOf": [plain, date, {"const": {"format": "x"}}],
+        "additionalProperties": {"patternProperties": {"^a": plain}},
+    }
+    kept = [{"propertyNames": {"pattern": "^a"}}, {"uniqueItems": True}, True, {"format": 7}, {"items": [1]}]
+    assert [without_remarks(each) for each in kept] == kept
+    grammar = held_calls({"f": {"properties": {"key": text}, "required": ["key"]}})
+    assert accepts(grammar, '<tool_call>{"name": "f", "arguments": {"key": "x"}}</tool_call>')
 
 
 def accepts(grammar: str, answer: str) -> bool:

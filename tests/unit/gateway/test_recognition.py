@@ -102,6 +102,174 @@ def test_what_is_put_to_an_answer_or_left_out_once_its_turn_is_over_makes_no_dif
     assert client.ask(other, said("Welcome."))[0] is not first, "the name of a tool is no signature"
 
 
+def clock(now: int) -> dict[str, Any]:
+    return {"role": "system", "content": f"You mend programs. It is 2026-11-30T11:{now:02}:00Z, turn {now}."}
+
+
+def cut_short(history: list[Any]) -> list[Any]:
+    return [
+        each | {"content": "[cut]"} if each["role"] == "tool" else each for each in history[:-1]
+    ] + history[-1:]
+
+
+def middle_edited(history: list[Any]) -> list[Any]:
+    return [history[0], user(f"mend it, please ({len(history)})"), *history[2:]]
+
+
+def latest_only(history: list[Any]) -> list[Any]:
+    return [history[0], *history[1:][-4:]]
+
+
+def timed(history: list[Any]) -> list[Any]:
+    return [clock(len(history)), *history[1:]]
+
+
+def results_alone(history: list[Any]) -> list[Any]:
+    return [each for each in history if each["role"] != "assistant" or each is history[-2]]
+
+
+TRANSFORMED = [cut_short, middle_edited, latest_only, timed, results_alone]
+
+
+@pytest.mark.parametrize("change", TRANSFORMED)
+def test_a_loop_whose_client_changes_its_history_is_one_session(change: Any) -> None:
+    client, history, sessions = Client(Conversations()), [SYSTEM, user("mend it")], set()
+    for turn in range(8):
+        sessions.add(client.ask(change(list(history)), called(f"call-{turn}"))[0].session_id)
+        history += [called(f"call-{turn}"), result(f"call-{turn}", f"line {turn}")]
+    assert len(sessions) == 1
+
+
+def test_a_talk_whose_client_sends_the_latest_messages_alone_is_one_session() -> None:
+    client, history, sessions = Client(Conversations()), [clock(0)], set()
+    for turn in range(8):
+        history.append(user(f"question {turn}"))
+        sent = [clock(turn), *history[-3:]] if turn else history
+        sessions.add(client.ask(sent, said("Yes."))[0].session_id)
+        history.append(said("Yes."))
+    assert len(sessions) == 1
+
+
+def test_a_talk_with_tools_whose_results_are_cut_later_is_one_session() -> None:
+    client, history, sessions = Client(Conversations()), [SYSTEM], set()
+    for turn in range(4):
+        call = called(f"call-{turn}")
+        for asked, answer in ((user(f"part {turn}"), call), (result(f"call-{turn}", "line"), said("Done."))):
+            history.append(asked)
+            sessions.add(client.ask(cut_short(history), answer)[0].session_id)
+            history.append(answer)
+    assert len(sessions) == 1
+
+
+def test_a_question_from_which_the_client_has_taken_passing_context_is_answered_by_the_same_long_text() -> (
+    None
+):
+    client, answer = Client(Conversations()), said("It is mended. " * 20)
+    first, _ = client.ask([SYSTEM, user("<open files> mend it")], answer)
+    second, how = client.ask([SYSTEM, user("mend it"), answer, user("<open files> thanks")], said("Welcome."))
+    assert second is first and how == "rewritten"
+
+
+def test_an_answer_of_few_words_joins_nothing_by_itself() -> None:
+    client = Client(Conversations())
+    first, _ = client.ask([SYSTEM, user("Is it red?")], said("Yes."))
+    shown = [SYSTEM, user("Is it blue?"), said("Yes."), user("Is it round?")]
+    other, how = client.ask(shown, said("No."))
+    assert how == "new" and other is not first
+
+
+def test_agents_that_hand_a_conversation_on_or_differ_in_a_number_stay_apart() -> None:
+    client = Client(Conversations())
+    writer, _ = client.ask([SYSTEM, user("mend it")], called("handoff-1", "transfer"))
+    handed = [
+        {"role": "system", "content": "You test."},
+        user("mend it"),
+        called("handoff-1"),
+        result("handoff-1"),
+    ]
+    assert client.ask(handed, said("Tested."))[0] is not writer
+    workers = [clock(number) for number in range(3)]
+    known = [client.ask([each, user("begin")], said("Yes?"))[0] for each in workers]
+    later = [
+        client.ask([each, user("begin"), said("Yes?"), user("go")], said("Gone."))[0] for each in workers
+    ]
+    assert later == known and len({each.session_id for each in known}) == 3
+
+
+def test_a_conversation_that_others_have_left_behind_is_not_joined() -> None:
+    client = Client(Conversations())
+    begun, _ = client.ask([SYSTEM, user("mend it")], said("Which part?"))
+    longer = [SYSTEM, user("mend it"), said("All?"), user("yes"), said("Really?"), user("yes!")]
+    other, how = client.ask(longer, said("Mended."))
+    assert how == "new" and other is not begun
+
+
+def test_a_loop_whose_model_counts_its_ids_is_known_by_its_questions() -> None:
+    client, history, sessions = Client(Conversations()), [SYSTEM, user("mend it")], set()
+    for turn in range(6):
+        call = called(f"functions.bash:{turn}")
+        sessions.add(client.ask(latest_only(history), call)[0].session_id)
+        history += [call, result(f"functions.bash:{turn}", f"line {turn}")]
+    assert len(sessions) == 1
+
+
+def test_two_conversations_with_the_same_last_answer_are_not_joined() -> None:
+    client = Client(Conversations())
+    known = [client.ask([SYSTEM, user(text), user("same?")], said("Yes."))[0] for text in "ab"]
+    other, how = client.ask([SYSTEM, user("same?"), said("Yes."), user("more")], said("No."))
+    assert how == "new" and other not in known
+    counted = [client.ask([SYSTEM, user(text)], called("functions.bash:0"))[0] for text in "cd"]
+    other, how = client.ask(
+        [SYSTEM, user("e"), called("functions.bash:0"), result("functions.bash:0")], said("f")
+    )
+    assert how == "new" and other not in counted
+    told = [called("functions.bash:0") | {"content": text} for text in ("I look.", "I see.")]
+    alike = [client.ask([SYSTEM, user("f")], each)[0] for each in told]
+    later = [client.ask([SYSTEM, user("f"), each, result("functions.bash:0")], said("g"))[0] for each in told]
+    assert later == alike
+
+
+def test_a_call_that_failed_may_be_tried_again_with_another_history() -> None:
+    client = Client(Conversations())
+    first, _ = client.ask([SYSTEM, user("mend it")], called("a"))
+    history = [user("mend it"), called("a"), result("a", "long")]
+    failed, _ = client.begin([SYSTEM, *history])
+    client.known.ended(failed, None)
+    again, _ = client.ask([SYSTEM, *history[:2], result("a", "cut")], said("Mended."))
+    assert again is failed is first
+
+
+def test_helpers_under_one_name_have_sessions_of_their_own() -> None:
+    known = Conversations()
+    main = Client(known, name=SessionName("run-7", "header"))
+    parent, _ = main.ask([SYSTEM, user("mend it")], called("task-1", "Task"))
+    helpers = [main.ask([clock(0), user(f"part {number}")], said("Done."))[0] for number in range(3)]
+    assert len({each.session_id for each in (parent, *helpers)}) == 4, (
+        "they come one after another while it waits"
+    )
+    named = [Client(known, name=SessionName("run-7", "header", agent)) for agent in ("h1", "h2")]
+    fork = [SYSTEM, user("mend it"), called("task-1", "Task"), result("task-1", "begun")]
+    forks = [each.ask([*fork, user("your part")], said("Done."))[0] for each in named]
+    assert parent not in forks and forks[0] is not forks[1]
+    compacted, how = named[0].ask([SYSTEM, user("So far: done.")], said("What next?"))
+    assert compacted is forks[0] and how == "rewritten"
+    assert main.ask([*fork[:3], result("task-1")], said("Mended."))[0] is parent
+    assert set(known.named("ada", "run-7")) >= {each.session_id for each in (parent, *helpers, *forks)}
+
+
+@pytest.mark.parametrize(
+    ("steps", "brings"),
+    [
+        ([user("x"), called("a"), result("a"), user("<reminder>")], True),
+        ([user("x"), called("a"), result("a"), {"role": "system", "content": "go on"}], True),
+        ([user("x"), called("a"), {"role": "function", "name": "bash", "content": "done"}], True),
+        ([user("x"), called("a"), result("a"), said("Done."), user("more")], False),
+    ],
+)
+def test_results_of_tools_may_have_more_behind_them(steps: list[Any], brings: bool) -> None:
+    assert ends_with_results({"messages": steps}) is brings
+
+
 def test_two_clients_with_equal_first_messages_are_told_apart_by_their_answers() -> None:
     client = Client(Conversations())
     one, _ = client.ask([user("hi")], called("a"))
@@ -262,6 +430,14 @@ def test_items_of_responses_are_a_conversation() -> None:
     [
         ({"X-Claude-Code-Session-Id": "s-1"}, {"prompt_cache_key": "k"}, SessionName("s-1", "header")),
         ({"session_id": "s-2"}, {}, SessionName("s-2", "header")),
+        (
+            {"X-Claude-Code-Session-Id": "s-1", "X-Claude-Code-Agent-Id": "a-1"},
+            {},
+            SessionName("s-1", "header", "a-1"),
+        ),
+        ({"session-id": "s-1", "thread-id": "s-1"}, {}, SessionName("s-1", "header")),
+        ({"session-id": "s-1", "thread-id": "t-2"}, {}, SessionName("s-1", "header", "t-2")),
+        ({"x-litellm-session-id": "c-1"}, {}, SessionName("c-1", "header")),
         (
             {},
             {"metadata": {"user_id": "user_0a_account__session_11112222-3333"}},
