@@ -7,7 +7,6 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.stats import bootstrap
 
 from bench.measures import quantile
 
@@ -32,6 +31,8 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def _bootstrap(drawn_from: Any, of: Callable[..., Any], **options: Any) -> tuple[float, float]:
+    from scipy.stats import bootstrap  # which is slow to import
+
     found = bootstrap((drawn_from,), of, confidence_level=0.95, method="percentile", rng=0, **options)
     low, high = found.confidence_interval
     return round(float(low), 4), round(float(high), 4)

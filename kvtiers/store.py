@@ -443,13 +443,14 @@ class KvStore:
             disk.num_skipped_writes += figures.num_unwritten
         return TierStats(host=host, disk=disk, problem=self.problem)
 
-    def check_invariants(self) -> None:
-        """Raise AssertionError if memory does not add up or a slot is held twice. For tests."""
+    def check_invariants(self) -> int:
+        """Return how many uses blocks in host memory have, for tests. Raises AssertionError if memory does not add up or a slot is held twice."""
         with self._lock:
             self._host.check_invariants()
             self._readers.check_invariants()
             num_unwritten = self._writer.num_unwritten if self._writer is not None else 0
             assert num_unwritten == sum(block.is_unwritten for block in self._host.blocks.values())
+            return sum(block.pins for block in self._host.blocks.values())
 
 
 def _layers_to_read(block: Block | None, num_layers: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 
@@ -33,7 +32,9 @@ async def gpt(server: Server) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 @pytest.fixture
-async def claude(server: Server) -> AsyncIterator[anthropic.AsyncAnthropic]:
+async def claude(server: Server) -> AsyncIterator[Any]:
+    import anthropic  # which is slow to import
+
     async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as client:
         yield client
 

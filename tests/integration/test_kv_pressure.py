@@ -19,6 +19,7 @@ import pytest
 
 from engine_bridge.core.kv import kv_transfers
 from engine_bridge.driver.engine import building
+from engine_bridge.driver.in_process import scheduler_of
 from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.driver.vllm_api import RequestStatus
 from engine_bridge.local_node import LocalNode
@@ -192,8 +193,7 @@ async def test_tokens_are_the_same_though_no_step_waits_for_copies(
         await asyncio.to_thread(
             tiers.copier.rest
         )  # copies that hold no blocks of the device, but of host memory
-        tiers.store.check_invariants()
-        assert not [block for block in tiers.store._host.blocks.values() if block.pins]
+        assert tiers.store.check_invariants() == 0
 
 
 async def test_what_device_and_host_memory_hold_together_is_computed_once(
@@ -265,7 +265,7 @@ async def a_way_back_is_chosen_at_the_preemption_and_gone(node: LocalNode, tiers
     broken = asyncio.create_task(generate(node, prompt, 40, session_id="broken"))
 
     def preempt(driver: Any) -> bool:
-        scheduler = driver._scheduler
+        scheduler = scheduler_of(driver.engine)
         if not scheduler.running or scheduler.running[0].num_computed_tokens < len(prompt) + 5:
             return False
         scheduler._preempt_request(scheduler.running.pop(), time.monotonic())
@@ -310,9 +310,7 @@ async def test_the_store_outlives_a_rebuild_of_the_engine(tmp_path: Path) -> Non
             with pytest.raises(Exception, match="rebuil"):
                 await generate(node, prompt, session_id="s")
             await settle(lambda num=num_rebuilds: node.num_rebuilds == num and node.state == "ready")
-            tiers.store.check_invariants()
-            pinned = [block for block in tiers.store._host.blocks.values() if block.pins]
-            assert not pinned, "held by a step that is gone"
+            assert tiers.store.check_invariants() == 0, "held by a step that is gone"
             after = await generate(node, prompt, session_id="s")
             assert after.token_ids == before.token_ids
             assert (after.kv.host, after.kv.recomputed) == (num_found, 300 - num_found)
@@ -368,7 +366,7 @@ async def test_of_two_that_share_a_load_that_failed_neither_relies_on_the_other(
     tiers = KvTiers(config, files=files, policy=TrustsTheDisk())
 
     def drop_the_first(driver: Any) -> None:
-        scheduler = driver._scheduler
+        scheduler = scheduler_of(driver.engine)
         handle = scheduler._handle_invalid_blocks
 
         def handle_and_drop(*args: Any) -> set[str]:

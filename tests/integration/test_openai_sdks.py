@@ -7,11 +7,9 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any, get_args, get_type_hints
 
-import anthropic
 import openai
 import pytest
 import pytest_asyncio
-from anthropic.types import message_create_params as message_params
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params as response_params
@@ -21,7 +19,7 @@ from gateway.app import Server
 from .conftest import Gateways, SharedNode, engine_has, engine_is_empty, told
 from .facts import CHAT, COMPLETIONS, HELLO, KEYS, MESSAGES, MODEL, RESPONSES, Http
 
-OpenAI, Claude = openai.AsyncOpenAI, anthropic.AsyncAnthropic
+OpenAI = openai.AsyncOpenAI
 GREEDY = {"temperature": 0}
 PARIS: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
 
@@ -49,15 +47,23 @@ async def client(server: Server) -> AsyncIterator[OpenAI]:
         yield client
 
 
+@pytest.fixture(scope="module")
+def anthropic() -> Any:
+    """The SDK of 3,000 modules, which tests of other files do without."""
+    import anthropic
+
+    return anthropic
+
+
 @pytest_asyncio.fixture(loop_scope="session")
-async def claude(server: Server) -> AsyncIterator[Claude]:
+async def claude(anthropic: Any, server: Server) -> AsyncIterator[Any]:
     http = anthropic.DefaultAsyncHttpxClient(verify=False)
     options = {"api_key": "none", "max_retries": 0, "timeout": 120, "http_client": http}
-    async with Claude(base_url=server.url, **options) as client:
+    async with anthropic.AsyncAnthropic(base_url=server.url, **options) as client:
         yield client
 
 
-async def said_twice(claude: Claude, **wish: Any) -> list[Any]:
+async def said_twice(claude: Any, **wish: Any) -> list[Any]:
     """A message, whole and streamed, greedily."""
     wish = {"model": MODEL, "max_tokens": 60, "messages": HELLO, "extra_body": GREEDY} | wish
     whole = await claude.messages.create(**wish)
@@ -74,7 +80,7 @@ async def say(client: OpenAI, messages: Any = HELLO, **wish: Any) -> Any:
 # -- chat completions ------------------------------------------------------------------------------------------------
 
 
-async def test_models_and_keys(client: OpenAI, gateways: Gateways) -> None:
+async def test_models_and_keys(anthropic: Any, client: OpenAI, gateways: Gateways) -> None:
     models = [model.id async for model in client.models.list()]
     assert models[0] == MODEL and {"shout", "pirate", "json"} <= set(models)
     assert (await client.models.retrieve("shout")).id == "shout"
@@ -84,7 +90,7 @@ async def test_models_and_keys(client: OpenAI, gateways: Gateways) -> None:
     for key, is_right in ((KEYS[0], True), ("wrong", False)):
         async with (
             OpenAI(base_url=server.url + "/v1", api_key=key, max_retries=0) as one,
-            Claude(base_url=server.url, api_key=key, max_retries=0) as other,
+            anthropic.AsyncAnthropic(base_url=server.url, api_key=key, max_retries=0) as other,
         ):
             if is_right:
                 assert [model.id async for model in one.models.list()]
@@ -213,7 +219,7 @@ async def test_a_tool_that_is_not_needed_or_not_offered_is_not_called(client: Op
         assert "<tool" not in (answer.choices[0].message.content or "<tool")
 
 
-async def test_a_model_that_is_asked_to_call_no_tool_answers_in_text(client: OpenAI, claude: Claude) -> None:
+async def test_a_model_that_is_asked_to_call_no_tool_answers_in_text(client: OpenAI, claude: Any) -> None:
     """By each API; it would call the tool by itself."""
     answer = (await say(client, PARIS, **ASKS_WEATHER, tool_choice="none")).choices[0]
     assert answer.finish_reason == "stop" and not answer.message.tool_calls
@@ -293,7 +299,7 @@ async def test_a_tool_whose_schema_no_grammar_can_hold_is_still_offered(client: 
 
 
 async def test_a_tool_that_is_demanded_is_called_with_arguments_of_its_schema(
-    client: OpenAI, claude: Claude
+    client: OpenAI, claude: Any
 ) -> None:
     """By each API."""
     meant = await say(client, PARIS, **ASKS_WEATHER, tool_choice="required")
@@ -323,7 +329,7 @@ async def test_a_tool_that_is_demanded_is_called_with_arguments_of_its_schema(
 # -- messages --------------------------------------------------------------------------------------------------------
 
 
-async def test_anthropic_messages(claude: Claude) -> None:
+async def test_anthropic_messages(anthropic: Any, claude: Any) -> None:
     message, _ = await said_twice(claude)
     assert message.content[0].type == "text" and message.content[0].text
     for reply in await said_twice(claude, model="shout"):
@@ -351,7 +357,7 @@ GO: Any = {
 }
 
 
-async def test_a_call_of_messages_that_is_cut_off_says_so(claude: Claude) -> None:
+async def test_a_call_of_messages_that_is_cut_off_says_so(claude: Any) -> None:
     """By its tokens, with no half of a city in it; or by a stop sequence, and then it is not one to make."""
     for num_tokens in (1, 8, 14):
         replies = await said_twice(claude, max_tokens=num_tokens, **GO)
@@ -365,7 +371,9 @@ async def test_a_call_of_messages_that_is_cut_off_says_so(claude: Claude) -> Non
     assert cut.content[0].type == "tool_use" and cut.content[0].input == {"mode": "walk"}
 
 
-async def test_what_looks_like_a_call_stays_text_where_no_tool_is_offered(claude: Claude) -> None:
+async def test_what_looks_like_a_call_stays_text_where_no_tool_is_offered(
+    anthropic: Any, claude: Any
+) -> None:
     """The system prompt is the one by which the demo model's template offers a tool, so that it writes a call."""
     tool = 'Tools:\n{"name": "get_weather", "arguments": {"city": "text"}} The weather of a city.'
     wish: Any = {"messages": PARIS, "system": tool}
@@ -376,7 +384,9 @@ async def test_what_looks_like_a_call_stays_text_where_no_tool_is_offered(claude
         await said_twice(claude, **wish, tool_choice={"type": "any"})
 
 
-async def test_a_tool_runner_sends_whole_conversations_as_the_server_holds_none(claude: Claude) -> None:
+async def test_a_tool_runner_sends_whole_conversations_as_the_server_holds_none(
+    anthropic: Any, claude: Any
+) -> None:
     """A runner of Anthropic's SDK asks the server first to hold its conversation, and then sends new messages alone."""
 
     @anthropic.beta_async_tool
@@ -393,7 +403,7 @@ async def test_a_tool_runner_sends_whole_conversations_as_the_server_holds_none(
         await claude.beta.messages.thread(model=MODEL, max_tokens=9).send(HELLO[0])
 
 
-async def test_an_answer_that_the_client_has_begun_is_continued(claude: Claude) -> None:
+async def test_an_answer_that_the_client_has_begun_is_continued(claude: Any) -> None:
     asked: Any = {"role": "user", "content": "Hello! My name is Ada."}
     fresh, _ = await said_twice(claude, messages=[asked], max_tokens=12)
     text = fresh.content[0].text
@@ -407,7 +417,7 @@ async def test_an_answer_that_the_client_has_begun_is_continued(claude: Claude) 
         assert counted.input_tokens == used.input_tokens + (used.cache_read_input_tokens or 0)
 
 
-async def test_a_stream_counts_prompt_tokens_as_the_whole_reply_does(claude: Claude) -> None:
+async def test_a_stream_counts_prompt_tokens_as_the_whole_reply_does(claude: Any) -> None:
     """At its beginning and at its end, with a prompt that is in the cache."""
     asked: Any = [{"role": "user", "content": "My name is Quillon and my city is Trondar. " * 8}]
     wish: Any = {"model": MODEL, "max_tokens": 4, "messages": asked, "extra_body": GREEDY}
@@ -423,7 +433,7 @@ async def test_a_stream_counts_prompt_tokens_as_the_whole_reply_does(claude: Cla
     assert end.output_tokens == whole.output_tokens
 
 
-async def test_documents_and_search_results_are_read(claude: Claude) -> None:
+async def test_documents_and_search_results_are_read(anthropic: Any, claude: Any) -> None:
     """Where else they may stand is tested without a server."""
     text = "A long text that the model should have read, about Rome."
     plain = {"type": "text", "text": text}
@@ -440,7 +450,7 @@ async def test_documents_and_search_results_are_read(claude: Claude) -> None:
         await count({"type": "document", "source": pdf})
 
 
-async def test_models_in_anthropics_form(claude: Claude) -> None:
+async def test_models_in_anthropics_form(anthropic: Any, claude: Any) -> None:
     page = await claude.models.list(limit=2)
     assert page.data[0].id == page.data[0].display_name == MODEL and page.has_more
     assert page.data[0].type == "model" and page.data[0].max_input_tokens == 4096
@@ -455,7 +465,7 @@ async def test_models_in_anthropics_form(claude: Claude) -> None:
 # -- what clients send to all ----------------------------------------------------------------------------------------
 
 
-async def test_more_tokens_than_the_model_reads_are_clipped(client: OpenAI, claude: Claude) -> None:
+async def test_more_tokens_than_the_model_reads_are_clipped(client: OpenAI, claude: Any) -> None:
     """Some clients send the same number to every model: LiteLLM 128,000, qwen-code 8,000, Claude Code a thinking budget.
 
     A model that does not reason goes without thinking.
@@ -483,21 +493,21 @@ def nullable(params: Any) -> dict[str, None]:
     return {name: None for name, hint in hints.items() if type(None) in get_args(hint)}
 
 
-async def test_every_field_that_may_be_null_is_as_good_as_left_out(http: Http) -> None:
+async def test_every_field_that_may_be_null_is_as_good_as_left_out(anthropic: Any, http: Http) -> None:
     """The fields are those of the installed SDKs, which are made of the APIs' descriptions."""
     messages = {"messages": HELLO, "max_tokens": 4}
     for path, params, body in (
         (CHAT, chat_params.CompletionCreateParamsBase, messages),
         (COMPLETIONS, completion_params.CompletionCreateParamsBase, {"prompt": "Hello", "max_tokens": 4}),
         (RESPONSES, response_params.ResponseCreateParamsBase, {"input": "Hello", "max_output_tokens": 4}),
-        (MESSAGES, message_params.MessageCreateParamsBase, messages),
+        (MESSAGES, anthropic.types.message_create_params.MessageCreateParamsBase, messages),
     ):
         sent = nullable(params) | body | {"model": MODEL}
         await told(http.post(path, json=sent))
         assert '"error":{' not in await told(http.post(path, json=sent | {"stream": True}))
 
 
-async def test_an_answer_is_sent_back_with_all_its_fields(client: OpenAI, claude: Claude, http: Http) -> None:
+async def test_an_answer_is_sent_back_with_all_its_fields(client: OpenAI, claude: Any, http: Http) -> None:
     """Nulls, ids, types and all: what an SDK's objects hold is what many clients send as history."""
     answer = await say(client, PARIS, **ASKS_WEATHER)
     message = answer.choices[0].message

@@ -103,11 +103,6 @@ async def free_blocks(node: LocalNode) -> int:
     return (await node.stats()).num_free_kv_blocks
 
 
-def num_pins(tiers: KvTiers) -> int:
-    tiers.store.check_invariants()
-    return sum(block.pins for block in tiers.store._host.blocks.values())
-
-
 def moved_bytes(tiers: KvTiers) -> tuple[int, int]:
     """Return the bytes that the copier has brought to the device so far, and those that the disk has read."""
     stats = tiers.stats()
@@ -131,7 +126,7 @@ async def test_promotion(tmp_path: Path) -> None:
         await embeddings_are_a_prompt_like_their_tokens_with_kv_of_their_own(node)
         await a_sleep_ends_answers_and_costs_no_conversation_its_kv(node)
         assert await free_blocks(node) == NUM_DEVICE_BLOCKS - 1
-        await settle(lambda: num_pins(tiers) == 0)
+        await settle(lambda: tiers.store.check_invariants() == 0)
         history, long = text("restart", HISTORY_TOKENS + 1), text("long", 9 * BLOCK_TOKENS + 2)
         await generate(node, history, "restart")
         said, _ = await generate(node, long, "long")
@@ -396,7 +391,7 @@ async def a_restart_knows_a_session_by_its_ids(
     assert (answer, kv.disk) == (said, 9 * BLOCK_TOKENS)
     stats = tiers.stats()
     assert stats is not None and stats.host.num_carried >= 9 - 2, "all but the last pieces"
-    await settle(lambda: num_pins(tiers) == 0)
+    await settle(lambda: tiers.store.check_invariants() == 0)
     forgotten, _ = await advise(node, "restart")
     await forgotten.until("unknown")
     watch, _ = await advise(node, "restart", token_ids=pack_token_ids(history))

@@ -6,7 +6,6 @@ import asyncio
 from collections import Counter
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 
@@ -52,6 +51,8 @@ async def messages_loop(server: Server, *, stream: bool) -> None:
     """The same in Anthropic's API."""
     tools: Any = [ABOUT | {"input_schema": SCHEMA}]
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    import anthropic  # which is slow to import
+
     async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as client:
         wish: Any = {"model": MODEL, "max_tokens": 96, "tools": tools, "extra_body": {"temperature": 0}}
         if stream:

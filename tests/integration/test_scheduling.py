@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from engine_bridge.core.scheduling.pauses import Pauses
 from engine_bridge.driver.engine.building import CPU_BLOCK_SIZE_TOKENS
 from engine_bridge.driver.engine.engine import VllmDriver
+from engine_bridge.driver.in_process import scheduler_of
 from engine_bridge.driver.scheduling.scheduling import Scheduling
 from engine_bridge.local_node import LocalNode
 from engine_bridge.policy.scheduling.mlq import Mlq
@@ -122,10 +123,11 @@ class TestWithHostMemory:
         """Requests are squashed again and again."""
 
         def squash_last(driver: Any) -> None:
-            running = driver._scheduler.running
+            scheduler = scheduler_of(driver.engine)
+            running = scheduler.running
             # Of one with less than a block nothing could come back.
             if len(running) > 1 and running[-1].num_computed_tokens > CPU_BLOCK_SIZE_TOKENS:
-                driver.scheduling.squash(driver._scheduler, running[-1].request_id)
+                driver.scheduling.squash(scheduler, running[-1].request_id)
 
         own = await use(with_host, "fcfs")
 

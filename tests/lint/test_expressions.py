@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tests.unit.gateway.test_hostile_text import LIMIT_S, TEXTS, seconds
 
-ROOT = Path(__file__).parents[2]
+from .sources import ROOT, nodes_of
 
 
 class Spelled(NamedTuple):
@@ -35,19 +35,27 @@ def spelled() -> Iterator[Spelled]:
     for package in ("gateway", "engine_bridge", "kvtiers", "overture_client"):
         for path in sorted((ROOT / package).rglob("*.py")):
             source = path.read_text()
-            for node in ast.walk(ast.parse(source)):
-                if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            for node in nodes_of(source):
+                if (
+                    isinstance(node, ast.Assign)
+                    and isinstance(node.value, ast.Call)
+                    and _is_of_re(node.value)
+                ):
                     uses = re.findall(rf"\b{re.escape(ast.unparse(node.targets[0]))}\.(\w+)\(", source)
                     yield from _spelled_in(
                         node.value, path, bool(uses) and set(uses) <= {"match", "fullmatch"}
                     )
-                elif isinstance(node, ast.Call):
+                elif isinstance(node, ast.Call) and _is_of_re(node):
                     yield from _spelled_in(node, path, ast.unparse(node.func) in ("re.match", "re.fullmatch"))
+
+
+def _is_of_re(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and ast.unparse(call.func).startswith("re.")
 
 
 def _spelled_in(call: ast.Call, path: Path, is_anchored: bool) -> Iterator[Spelled]:
     name = ast.unparse(call.func)
-    if not name.startswith("re.") or not call.args or not isinstance(call.args[0], ast.Constant):
+    if not call.args or not isinstance(call.args[0], ast.Constant):
         return
     named = [keyword.value for keyword in call.keywords if keyword.arg == "flags"]
     flags = named or (call.args[1:2] if name == "re.compile" else [])

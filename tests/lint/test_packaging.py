@@ -5,13 +5,13 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 
 from overture_client import __version__
 
-ROOT = Path(__file__).parents[2]
+from .sources import ROOT, nodes_by_path
+
 OURS = {"gateway", "engine_bridge", "kvtiers", "overture_client"}
 # Import names that are not the names of their distributions.
 DISTRIBUTIONS = {
@@ -40,8 +40,8 @@ def name_of(requirement: str) -> str:
 def imported_by(folder: str) -> set[str]:
     """The distributions that the modules under `folder` import, by name."""
     found: set[str] = set()
-    for path in (ROOT / folder).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for nodes in nodes_by_path(folder).values():
+        for node in nodes:
             if isinstance(node, ast.Import):
                 found |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level and node.module:

@@ -4,22 +4,18 @@ What is still too long, or still in a circle, is listed below by name. The lists
 """
 
 import ast
-from collections.abc import Iterator, Mapping
-from functools import cache
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from .sources import ROOT, nodes_of
+
 PACKAGES = ("gateway", "engine_bridge", "kvtiers", "bench")
 # Lines that one thing may have. Chosen: a function is read on a screen, a class and a file at a sitting.
 LIMITS = {"function": 60, "class": 450, "file": 600}
 
 TOO_LONG: set[str] = set()
 CIRCLES: set[tuple[str, ...]] = set()
-
-
-parsed = cache(ast.parse)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +31,7 @@ def too_long(sources: Mapping[str, str]) -> set[str]:
     for path, text in sources.items():
         if len(text.splitlines()) > LIMITS["file"]:
             found.add(f"file {path}")
-        for node in ast.walk(parsed(text)):
+        for node in nodes_of(text):
             match node:
                 case ast.ClassDef():
                     kind = "class"
@@ -58,7 +54,7 @@ def imports(sources: Mapping[str, str]) -> dict[str, set[str]]:
     graph = {}
     for name, path in modules.items():
         home = name if name in packages else name.rpartition(".")[0]
-        named = set(_named(parsed(sources[path]), home))
+        named = set(_named(nodes_of(sources[path]), home))
         graph[name] = {
             other
             for other in named & modules.keys()
@@ -67,9 +63,9 @@ def imports(sources: Mapping[str, str]) -> dict[str, set[str]]:
     return graph
 
 
-def _named(tree: ast.Module, home: str) -> Iterator[str]:
-    """Everything that could be a module in the tree's imports; `home` is the package that dots start from."""
-    for node in ast.walk(tree):
+def _named(nodes: Iterable[ast.AST], home: str) -> Iterator[str]:
+    """Everything that could be a module in the imports; `home` is the package that dots start from."""
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

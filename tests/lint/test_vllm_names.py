@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 
 import pytest
 
@@ -13,27 +12,20 @@ from engine_bridge.driver.vllm_api.features import BENCHES
 from engine_bridge.driver.vllm_api.inventory import ALL
 from tests.vllm_versions import checksums, written
 
-ROOT = Path(__file__).parents[2]
+from .sources import nodes_by_path
+
 API = "engine_bridge.driver.vllm_api"
-SERVING = [
-    path for name in ("engine_bridge", "gateway", "kvtiers") for path in sorted((ROOT / name).rglob("*.py"))
-]
-ELSEWHERE = [path for path in SERVING if "vllm_api" not in path.parts]
 # Private names of neither ours nor vLLM's: of torch, transformers, llvmlite and Python.
 OTHERS = {"_C", "_exit", "_fntab", "_is_amx_tile_supported", "_commit_hash", "_make", "_replace"}
 
-Place = tuple[str, int]
-
-
-def trees(paths: list[Path]) -> Iterator[tuple[str, ast.Module]]:
-    for path in paths:
-        yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())
+Files = list[tuple[str, tuple[ast.AST, ...]]]
 
 
 @pytest.fixture(scope="module")
-def elsewhere() -> list[tuple[str, ast.Module]]:
-    """All files but those of the inventory and its check."""
-    return list(trees(ELSEWHERE))
+def elsewhere() -> Files:
+    """The nodes of all files but those of the inventory and its check."""
+    files = nodes_by_path("engine_bridge", "gateway", "kvtiers")
+    return [(path, nodes) for path, nodes in files.items() if "vllm_api" not in path.split("/")]
 
 
 def imported(node: ast.AST) -> list[str]:
@@ -48,22 +40,22 @@ def imported(node: ast.AST) -> list[str]:
     return []
 
 
-def test_nothing_but_the_inventory_s_package_imports_vllm(elsewhere: list[tuple[str, ast.Module]]) -> None:
+def test_nothing_but_the_inventory_s_package_imports_vllm(elsewhere: Files) -> None:
     found = [
         (path, node.lineno)  # type: ignore[attr-defined]
-        for path, tree in elsewhere
-        for node in ast.walk(tree)
+        for path, nodes in elsewhere
+        for node in nodes
         for module in imported(node)
         if module.split(".")[0] == "vllm"
     ]
     assert found == []
 
 
-def test_every_name_that_is_asked_of_it_is_one_that_it_has(elsewhere: list[tuple[str, ast.Module]]) -> None:
+def test_every_name_that_is_asked_of_it_is_one_that_it_has(elsewhere: Files) -> None:
     asked = {
         alias.name
-        for _, tree in elsewhere
-        for node in ast.walk(tree)
+        for _, nodes in elsewhere
+        for node in nodes
         if isinstance(node, ast.ImportFrom) and node.module == API
         for alias in node.names
     }
@@ -73,18 +65,18 @@ def test_every_name_that_is_asked_of_it_is_one_that_it_has(elsewhere: list[tuple
 
 
 def test_every_private_name_that_is_used_of_others_is_ours_or_in_the_inventory(
-    elsewhere: list[tuple[str, ast.Module]],
+    elsewhere: Files,
 ) -> None:
     used = {
         (node.attr, path)
-        for path, tree in elsewhere
+        for path, nodes in elsewhere
         if path.startswith("engine_bridge/driver")
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
         if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
         and not is_super(node.value)
     }
-    ours = {name for _, tree in elsewhere for name in made(tree)}
+    ours = {name for _, nodes in elsewhere for name in made(nodes)}
     listed = {use.name for owner in ALL for use in owner.uses}
     assert sorted((name, path) for name, path in used if name not in ours | listed | OTHERS) == []
 
@@ -93,9 +85,9 @@ def is_super(node: ast.expr) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
 
 
-def made(tree: ast.Module) -> Iterator[str]:
+def made(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Private names that a file of ours defines, or sets on its own objects."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 yield name
@@ -105,12 +97,10 @@ def made(tree: ast.Module) -> Iterator[str]:
                 yield name
 
 
-def test_nothing_is_in_the_inventory_that_nobody_uses() -> None:
+def test_nothing_is_in_the_inventory_that_nobody_uses(elsewhere: Files) -> None:
     """Or it would grow for ever, and turn off what works."""
-    spelled = {text for _, tree in trees(ELSEWHERE) for text in words(tree)}
-    benches = spelled | {
-        text for _, tree in trees(sorted((ROOT / "bench").rglob("*.py"))) for text in words(tree)
-    }
+    spelled = {text for _, nodes in elsewhere for text in words(nodes)}
+    benches = spelled | {text for nodes in nodes_by_path("bench").values() for text in words(nodes)}
     unused = [
         (owner.path, use.name)
         for owner in ALL
@@ -122,9 +112,9 @@ def test_nothing_is_in_the_inventory_that_nobody_uses() -> None:
     assert unused == []
 
 
-def words(tree: ast.Module) -> Iterator[str]:
+def words(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Names, attributes, arguments, keywords, imports and texts."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
                 yield name

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-import anthropic
 import openai
 
 from bench.live.agents.judging import ToldCall
@@ -182,6 +181,8 @@ class MessagesLoop(ToolLoop):
     """Anthropic's SDK."""
 
     def _connected(self, headers: Mapping[str, str]) -> Any:
+        import anthropic  # which is slow to import
+
         http = anthropic.DefaultAsyncHttpxClient(event_hooks={"response": [self._note_session]})
         return anthropic.AsyncAnthropic(
             base_url=self.url, api_key="none", max_retries=0, default_headers=headers, http_client=http

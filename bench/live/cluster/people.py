@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import aiohttp
-from scipy.optimize import brentq
 
 from bench.live.cluster.servers import MODEL, Server, complete, num_requests
 from bench.live.peers.play import text
@@ -47,6 +46,7 @@ class Capacity:
 
         With it a repeat's people ask `load` times what the node answers, if no question has to wait; 0 if they cannot ask that often.
         """
+        from scipy.optimize import brentq  # which is slow to import
 
         def surplus_per_s(pause_s: float) -> float:
             """Return how many more questions a second people would ask with this pause."""

@@ -99,9 +99,9 @@ def _cores() -> list[int]:
 @cache
 def load_vllm() -> type:
     """Return the class of vLLM's engine; importing it takes seconds the first time. The environment must be set."""
-    from engine_bridge.driver.vllm_api.start import without_collections
+    from engine_bridge.driver.vllm_api.start import importing_vllm
 
-    with without_collections():
+    with importing_vllm():
         from engine_bridge.driver.vllm_api import LLMEngine
 
     found: type = LLMEngine

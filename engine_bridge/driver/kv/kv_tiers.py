@@ -152,7 +152,7 @@ class KvTiers:
         """How long copies between host tier and device take: an assumption at first, corrected by each real copy."""
         self.link: Link | None = None
         """The link as measured while no request was there; None where it has not been measured."""
-        self._copied = (Copied(), Copied())
+        self._copied = [Copied(), Copied()]
         self._moving: list[StepMoves] = []
         self.name = f"tiers-{next(_names)}"
         _known[self.name] = self
@@ -182,7 +182,7 @@ class KvTiers:
             self._close_store()
             self._open_store(namespace, is_shared=num_ranks > 1)
         assert self.store is not None and self._io is not None
-        self._copied = (Copied(), Copied())
+        self._copied = [Copied(), Copied()]
         self.loads_must_hold = (
             not layout.is_divisible
             or num_ranks > 1
@@ -429,12 +429,12 @@ class KvTiers:
             return
         ways = (self.copier.out, self.copier.back)
         tables = (self.copy_times.out, self.copy_times.back)
-        for table, before, now in zip(tables, self._copied, ways, strict=True):
-            num = (now.num_copies - before.num_copies) / self.store.shape.num_layers
-            if num > 0:
-                num_bytes, seconds = now.num_bytes - before.num_bytes, now.seconds - before.seconds
-                table.observe(round(num_bytes / num), seconds / num, self.clock())
-        self._copied = (copy(ways[0]), copy(ways[1]))
+        for way, (table, before, now) in enumerate(zip(tables, self._copied, ways, strict=True)):
+            if now.num_copies > before.num_copies:
+                self._copied[way] = copy(now)
+                made = self._copied[way].since(before)
+                num = made.num_copies / self.store.shape.num_layers
+                table.observe(round(made.num_bytes / num), made.seconds / num, self.clock())
 
     def kv_token_s(self) -> tuple[float, float, float | None]:
         """Return the seconds that moving a token's KV takes: from host memory to the device, from disk to host memory, and from another node.

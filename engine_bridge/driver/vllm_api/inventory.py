@@ -43,7 +43,7 @@ vllm.v1.executor.multiproc_executor:MultiprocExecutor RANKS
     call collective_rpc(method, *, timeout, args, non_block) register_failure_callback(callback)
     read is_failed
 vllm.v1.executor.multiproc_executor:WorkerProc RANKS
-    replace make_worker_process(vllm_config, *args, **kwargs)
+    replace make_worker_process(vllm_config, *args, **kwargs) worker_main(*args, **kwargs)
 vllm.config:LoggingConfig RANKS
     write log_level configure_logging
 vllm.distributed.kv_transfer RANKS

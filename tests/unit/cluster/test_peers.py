@@ -57,7 +57,7 @@ class Node(Stored):
         return self.peering.snapshot()
 
     def num_pins(self) -> int:
-        return sum(block.pins for block in self.store._host.blocks.values())
+        return self.store.check_invariants()
 
     def close(self) -> None:
         self.peering.close()

@@ -271,20 +271,6 @@ def test_an_urgent_session_is_copied_while_requests_run_and_nobody_else_s(bench:
     assert bench.advance(IDLE) == 4
 
 
-def test_a_session_whose_blocks_are_on_their_way_is_neither_warm_nor_copied_again(bench: Bench) -> None:
-    bench.is_late = True
-    bench.expect("a", 8)
-    assert [bench.advance(), bench.advance()] == [5, 0]
-    assert bench.states == ["staging"] and not bench.promotions.has_work(bench.now)
-    bench.land()
-    assert bench.promotions.has_work(bench.now)
-    assert [bench.advance(), bench.advance()] == [3, 0]
-    bench.land()
-    bench.advance()
-    assert bench.states == ["staging", "warm"] and bench.reports[-1].host_bytes == 8 * SHAPE.block_bytes
-    assert bench.num_there("a", 8) == 8 and not bench.shelf.stages
-
-
 def test_blocks_on_their_way_take_no_other_session_s_share_of_the_device(bench: Bench) -> None:
     """They are held meanwhile, but they are no running request's."""
     bench.expect("a", 60)

@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,14 @@ from engine_bridge.settings.engine_arguments import parse, without_effect
 from engine_bridge.settings.engine_config import EngineConfig
 from gateway.settings.config import DEMO_MODEL_DIR, SETTINGS
 from gateway.settings.vllm_flags import FURTHER, FlagRefusal, translate
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM reads what it could not read once more, two seconds later."""
+    from vllm.transformers_utils import repo_utils
+
+    monkeypatch.setattr(repo_utils, "time", SimpleNamespace(sleep=lambda _: None))
 
 
 def demo(**settings: Any) -> EngineConfig:

@@ -173,5 +173,5 @@ def test_a_copy_that_fails_costs_one_save_and_holds_nothing(
         sessions.run(f"new{number}")
         sessions.arrive()
     assert failed
-    assert not [block for block in sessions.store._host.blocks.values() if block.pins]
+    assert sessions.store.check_invariants() == 0
     assert sessions.pool.get_num_free_blocks() == NUM_DEVICE_BLOCKS - 1 and not sessions.last_saves._copying
