@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -21,8 +20,6 @@ log = logging.getLogger(__name__)
 
 Config = TypeVar("Config", bound=msgspec.Struct)
 Off = frozenset[Feature]
-NOT_SERVED = ("scipy", "sklearn")
-"""Measured: 730 of the 7,300 modules of a start, and a tenth of its processor time. Code of ours that fits something imports them by itself."""
 WORKER = "driver_worker"
 """The attribute in the paths of the inventory behind which an engine's worker is, where it is in the engine's process."""
 
@@ -51,18 +48,13 @@ def built_off(engine: Any, device: str, off: Off, *, has_ranks: bool) -> Off:
 def importing_vllm() -> Iterator[None]:
     """Import vLLM in the block: the garbage collector is off meanwhile, and leaves out later what there is then.
 
-    A start took 11 s on two cores, of which 3 s were collections that found next to nothing. Packages that vLLM and transformers import where they
-    find them, for training and for audio, are not to be found meanwhile.
+    A start took 11 s on two cores, of which 3 s were collections that found next to nothing.
     """
     is_collecting = gc.isenabled()
     gc.disable()
-    hidden = [name for name in NOT_SERVED if name not in sys.modules]
-    sys.modules |= dict.fromkeys(hidden)  # type: ignore[arg-type]
     try:
         yield
     finally:
-        for name in hidden:
-            sys.modules.pop(name, None)
         if is_collecting:
             gc.freeze()
             gc.enable()

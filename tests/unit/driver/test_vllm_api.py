@@ -1,5 +1,4 @@
 import gc
-import importlib.util
 import itertools
 import json
 import os
@@ -215,16 +214,6 @@ def test_the_collector_rests_while_vllm_is_imported(monkeypatch: pytest.MonkeyPa
         assert (gc.isenabled(), frozen) == (was_on, [False] * was_on)
     finally:
         gc.enable()
-
-
-def test_what_no_request_needs_is_not_imported_with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And can be imported afterwards; what was imported before stays."""
-    monkeypatch.delitem(sys.modules, "scipy", raising=False)
-    monkeypatch.setitem(sys.modules, "sklearn", json)
-    names = ("scipy", "sklearn")
-    monkeypatch.setattr(vllm_api, "__getattr__", lambda _: [importlib.util.find_spec(name) for name in names])
-    assert load_vllm.__wrapped__() == [None, json.__spec__]
-    assert importlib.util.find_spec("scipy") and sys.modules["sklearn"] is json
 
 
 def test_the_installed_vllm_has_every_name_in_one_place() -> None:
