@@ -320,6 +320,7 @@ _CHANGES: Mapping[Api, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "chat": _chat,
     "tokenize": _chat,
     "responses": _responses,
+    "input_tokens": _responses,
     "messages": _messages,
     "count_tokens": _messages,
 }

@@ -139,6 +139,7 @@ class Serving:
             "responses": _Endpoint(
                 ResponsesRequest, responses.create_responses, texts=sse_text, dump={"by_alias": True}
             ),
+            "input_tokens": _Endpoint(ResponsesRequest, responses.count_tokens),
             "messages": _Endpoint(
                 AnthropicMessagesRequest,
                 messages.create_messages,

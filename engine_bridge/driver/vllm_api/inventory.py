@@ -459,7 +459,8 @@ vllm.exceptions:VLLMValidationError APIS
 # -- the renderer ------------------------------------------------------------------------------------------------------
 vllm.renderers.online_renderer:OnlineRenderer APIS
     call __init__(model_config, renderer, *, request_logger, chat_template, chat_template_content_format, enable_auto_tools, tool_parser,
-        reasoning_parser, default_chat_template_kwargs) warmup() render_chat(request) effective_chat_template_kwargs(request)
+        reasoning_parser, default_chat_template_kwargs) warmup() render_chat(request) render_responses(request)
+        effective_chat_template_kwargs(request)
 vllm.renderers.base:BaseRenderer APIS at renderer
     call get_tokenizer()
     read mm_processor
@@ -519,7 +520,8 @@ vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion APIS
         request_output_to_completion_response(final_res_batch, request, *args, **options)
 vllm.entrypoints.openai.responses.serving:OpenAIServingResponses APIS
     call __init__(engine_client, models, online_renderer, *, request_logger, chat_template, chat_template_content_format, enable_auto_tools,
-        tool_parser, reasoning_parser, default_chat_template_kwargs) create_responses(request, raw_request)
+        tool_parser, reasoning_parser, default_chat_template_kwargs) create_responses(request, raw_request) _extract_prompt_len(prompt)
+    read online_renderer
     write parser
     override responses_stream_generator(request, sampling_params, result_generator, *args, **options)
         _make_response_output_items(request, final_output, *args, **options) _create_response_logprobs(token_ids, logprobs, *args, **options)
