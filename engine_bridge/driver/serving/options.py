@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine_bridge.calls.context_overflow import ContextOverflow
+from engine_bridge.calls.plain_content import ContentFormat
 from engine_bridge.driver.apis.chat_template import chat_templates, opener_of_calls
 from engine_bridge.driver.apis.content_tokens import split_contents
 from engine_bridge.driver.apis.tool_calls import NO_FORM, check_reasoning_parser, install_tool_parser
@@ -26,6 +27,7 @@ class ServingOptions:
         model_names: the names that requests may use for the base model; replies have the first.
         chat_template: the template's text; None: the tokenizer's template.
         default_chat_template_kwargs: arguments of the template for every conversation; those of a request win.
+        chat_template_content_format: the form in which the template gets contents; auto: as vLLM reads off the template.
         call_opener: the token by which the model begins a tool call; None: it begins one with usual tokens, or is not known to make any.
         keeps_token_ids: whether a session's prompts begin with the ids that it has, as far as they fit.
     """
@@ -36,6 +38,7 @@ class ServingOptions:
     reasoning_parser: str = ""
     chat_template: str | None = None
     default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    chat_template_content_format: ContentFormat = "auto"
     max_prompt_chars: int = 1 << 20
     call_opener: int | None = None
     context_overflow: ContextOverflow = "error"
@@ -56,6 +59,7 @@ def serving_options(config: LocalNodeConfig, engine: Any, *, keeps_token_ids: bo
         chat_template=given,
         call_opener=opener_of_calls(tokenizer, given),
         default_chat_template_kwargs=config.default_chat_template_kwargs,
+        chat_template_content_format=config.chat_template_content_format,
         keeps_token_ids=keeps_token_ids,
         context_overflow=config.context_overflow,
         max_prompt_chars=config.limits.prompt_chars(model.max_model_len),

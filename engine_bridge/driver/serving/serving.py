@@ -109,7 +109,7 @@ class Serving:
         parsers: dict[str, Any] = {
             "request_logger": None,
             "chat_template": options.chat_template,
-            "chat_template_content_format": "auto",
+            "chat_template_content_format": options.chat_template_content_format,
             # There always is a parser, so "auto" is accepted: some clients send it with every request.
             "enable_auto_tools": True,
             "tool_parser": options.tool_parser,
@@ -159,7 +159,7 @@ class Serving:
             self.models,
             self._renderer,
             chat_template=self._options.chat_template,
-            chat_template_content_format="auto",
+            chat_template_content_format=self._options.chat_template_content_format,
             default_chat_template_kwargs=dict(self._options.default_chat_template_kwargs),
         )
 
