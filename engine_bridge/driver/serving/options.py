@@ -11,6 +11,7 @@ from engine_bridge.calls.plain_content import ContentFormat
 from engine_bridge.driver.apis.chat_template import chat_templates, opener_of_calls
 from engine_bridge.driver.apis.content_tokens import split_contents
 from engine_bridge.driver.apis.tool_calls import NO_FORM, check_reasoning_parser, install_tool_parser
+from engine_bridge.driver.apis.vocabulary import refuse_unknown_tokens
 from engine_bridge.driver.serving.engine_client import BridgeEngineClient
 from engine_bridge.driver.serving.tokenizer_queue import NoTokenizerQueue, TokenizerQueue, be_fair
 from engine_bridge.driver.vllm_api.features import TOKENIZER_TURNS
@@ -69,7 +70,11 @@ def serving_options(config: LocalNodeConfig, engine: Any, *, keeps_token_ids: bo
 def prepare_renderer(
     client: BridgeEngineClient, config: LocalNodeConfig, off: Off
 ) -> TokenizerQueue | NoTokenizerQueue:
-    """Put our queue under vLLM's renderer. Raises NotSupported, SeamMoved where contents are to be split and cannot be."""
+    """Put our queue under vLLM's renderer, and have it refuse what the model cannot read.
+
+    Raises NotSupported, SeamMoved where contents are to be split and cannot be.
+    """
+    refuse_unknown_tokens(client.renderer, client.model_config.get_vocab_size())
     queue = be_fair(client.renderer) if TOKENIZER_TURNS not in off else NoTokenizerQueue()
     if config.special_tokens_in_content == "split":
         client.continuing.known = split_contents(client.renderer, off)
