@@ -102,6 +102,11 @@ _ERRORS = (
         "vLLM cannot set this model up on this device: {0}",
         ANOTHER_DEVICE,
     ),
+    (
+        r"(No tokenizer registered for tokenizer_mode='[^']*')",
+        "{0}",
+        "Change --tokenizer-mode, or take it away",
+    ),
     (r"(Unknown RoPE scaling type .*)", "config.json is wrong: {0}", OTHER_MODEL),
     (r"(Cannot find any model weights.*|Error while deserializing header.*)", "{0}", WHOLE_FILES),
     (r"(Unsupported speculative method: '[^']*')", "{0} with this model", OTHER_DRAFTS),
@@ -127,6 +132,13 @@ def refusal(facts: ModelFacts) -> UnusableModel | None:
         why = f"vLLM's build for this device lacks the operation {facts.missing_operation}, with which {facts.architecture} computes"
         return UnusableModel(why, ANOTHER_DEVICE)
     return None
+
+
+def misfit(error: str) -> UnusableModel:
+    """Return an error that vLLM met while it loaded weights as one that says what to do. error: its type and text."""
+    return UnusableModel(
+        f"vLLM cannot put the weights into the model that config.json describes ({error})", WHOLE_FILES
+    )
 
 
 def is_final(error: str) -> bool:

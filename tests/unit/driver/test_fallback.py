@@ -123,6 +123,7 @@ def test_what_helps_nowhere_is_the_first_error() -> None:
             "not those of OddModel, which has no lm_head.* --speculative-config",
             1,
         ),
+        (ValueError("No tokenizer registered for tokenizer_mode='slow'."), "Change --tokenizer-mode", 1),
         # Adapters or tiers may have called for what the device lacks.
         (AttributeError("'_OpNamespace' '_C' object has no attribute 'odd_scan'"), "odd_scan.*--device", 6),
     ],
@@ -133,6 +134,19 @@ def test_what_vllm_cannot_serve_is_said_with_what_to_do(error: Exception, says: 
         built(lambda tried: tries.append(tried) or error)
     assert raised.value.remedy and raised.value.__cause__ is error
     assert len(tries) == num_tries
+
+
+@pytest.mark.parametrize("error", [RuntimeError("start (0) + length (256)"), AssertionError("(8, 8)")])
+def test_weights_that_do_not_fit_are_loaded_once(error: Exception) -> None:
+    tries: list[Tried] = []
+
+    def load_weights(tried: Tried) -> Exception | None:
+        tries.append(tried)
+        raise error
+
+    with pytest.raises(UnusableModel, match=r"weights into the model .*\(\w+Error: .*Fetch the model again"):
+        built(load_weights)
+    assert len(tries) == 1
 
 
 def test_an_error_without_a_text_is_said_by_the_line_that_raised_it(tmp_path: Path) -> None:
