@@ -103,9 +103,9 @@ _ERRORS = (
         ANOTHER_DEVICE,
     ),
     (
-        r"(No tokenizer registered for tokenizer_mode='[^']*')",
+        r"(No tokenizer registered for tokenizer_mode='[^']*'|This model requires `--tokenizer-mode \w+`)",
         "{0}",
-        "Change --tokenizer-mode, or take it away",
+        "Choose another --tokenizer-mode",
     ),
     (r"(Unknown RoPE scaling type .*)", "config.json is wrong: {0}", OTHER_MODEL),
     (r"(Cannot find any model weights.*|Error while deserializing header.*)", "{0}", WHOLE_FILES),

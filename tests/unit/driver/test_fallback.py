@@ -123,7 +123,12 @@ def test_what_helps_nowhere_is_the_first_error() -> None:
             "not those of OddModel, which has no lm_head.* --speculative-config",
             1,
         ),
-        (ValueError("No tokenizer registered for tokenizer_mode='slow'."), "Change --tokenizer-mode", 1),
+        (
+            ValueError("No tokenizer registered for tokenizer_mode='slow'."),
+            "Choose another --tokenizer-mode",
+            1,
+        ),
+        (ValueError("This model requires `--tokenizer-mode mistral`"), "Choose another --tokenizer-mode", 1),
         # Adapters or tiers may have called for what the device lacks.
         (AttributeError("'_OpNamespace' '_C' object has no attribute 'odd_scan'"), "odd_scan.*--device", 6),
     ],
