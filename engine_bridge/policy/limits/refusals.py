@@ -11,6 +11,7 @@ OTHER_DRAFTS = "Change --speculative-config, or take it away"
 WHOLE_FILES = "Fetch the model again, with all its files, or serve another one. A draft model must be of the kind that --speculative-config names"
 GENERATING = "Serve a model that generates text. One that makes embeddings may stand beside it: --embedding-model FOLDER"
 DIVIDING_PARTS = "Choose a --tensor-parallel-size that divides it"
+OTHER_SETTING = "Change the setting, or take it away"
 OTHER_MODEL = "Serve another model, or try a newer release of vLLM"
 
 
@@ -96,6 +97,28 @@ _ERRORS = (
         r"'(\w+Config)' object has no attribute '(\w+)'",
         "config.json lacks {1}, which vLLM reads of a {0}",
         WHOLE_FILES,
+    ),
+    # Adapters are left out where theirs is wrong.
+    (
+        r"validation errors? for (?!LoRAConfig)\w+Config\n(\w[\w.]*)\n\s+(.*?) \[type=",
+        "{0} is set wrong: {1}",
+        OTHER_SETTING,
+    ),
+    (
+        r"(No common block size for .*)",
+        "attention on this device has no such blocks: {0}",
+        "Change --block-size, or take it away",
+    ),
+    (r"(Load format `[^`]*` is not supported)", "{0}", OTHER_SETTING),
+    (
+        r"(Cannot find the config file for \w+)",
+        "the weights are not quantised so: {0}",
+        "Take away --quantization",
+    ),
+    (
+        r"(?:HFValidationError: .*|Invalid repository ID or local directory specified): ('[^']*')",
+        "there is no folder {0}, and a model on a hub has no such name",
+        OTHER_SETTING,
     ),
     (
         r"validation error for VllmConfig\s+Value error, (.*?) \[type=",
