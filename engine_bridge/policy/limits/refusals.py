@@ -49,7 +49,7 @@ _ERRORS = (
         ANOTHER_DEVICE,
     ),
     (
-        r"(Unsupported CPU attention configuration: \S+)",
+        r"(Unsupported CPU attention configuration: \S+|Head dimension \d+ is not supported by MLA)",
         "vLLM's attention on a CPU does not have this model's sizes: {0}",
         ANOTHER_DEVICE,
     ),

@@ -151,6 +151,7 @@ def test_what_helps_nowhere_is_the_first_error() -> None:
             1,
         ),
         # Adapters or tiers may have called for what the device lacks.
+        (ValueError("Head dimension 64 is not supported by MLA."), "have this model's sizes.*--device", 6),
         (AttributeError("'_OpNamespace' '_C' object has no attribute 'odd_scan'"), "odd_scan.*--device", 6),
     ],
 )
