@@ -73,7 +73,7 @@ format: $(TESTING) ## let ruff mend what it can
 bench: $(RUNTIME) ## measure the gateway (ARGS=--quick)
 	$(PY) -m bench.live.gateway $(ARGS)
 
-models: $(RUNTIME) $(TESTING) ## serve a tiny model of each family, compare with transformers, write docs/models.md (half an hour)
+models: $(RUNTIME) $(TESTING) ## serve a tiny model of each family, compare with transformers, write docs/models.md (three quarters of an hour)
 	$(PY) -m bench.live.correct --table docs/models.md $(ARGS)
 
 clients: $(RUNTIME) ## ask a real server with the clients that others wrote, write docs/clients.md (ARGS='--only openai')

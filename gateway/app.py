@@ -155,6 +155,7 @@ def node_config(config: Config) -> LocalNodeConfig:
         # What tools return comes from anywhere, so it must not pass for the system's words.
         special_tokens_in_content="split" if config.mcp_servers else config.special_tokens_in_content,
         default_chat_template_kwargs=json.loads(config.default_chat_template_kwargs or "{}"),
+        chat_template_content_format=config.chat_template_content_format,
     )
 
 

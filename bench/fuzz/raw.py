@@ -20,6 +20,7 @@ CALLS = {
     "/v1/chat/completions": HELLO,
     "/v1/completions": {"model": "", "prompt": "Hi", "max_tokens": 1},
     "/v1/responses": {"model": "", "input": "Hi", "max_output_tokens": 1},
+    "/v1/responses/input_tokens": {"model": "", "input": "Hi"},
     "/v1/messages": HELLO,
     "/v1/messages/count_tokens": HELLO,
 }

@@ -388,6 +388,7 @@ _CHANGES: Mapping[Api, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "tokenize": _chat,
     "completions": _completions,
     "responses": _responses,
+    "input_tokens": _responses,
     "messages": _messages,
     "count_tokens": _messages,
 }

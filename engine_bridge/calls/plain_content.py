@@ -18,6 +18,8 @@ from typing import Any, Literal
 from msgspec import Struct
 
 SpecialTokensInContent = Literal["keep", "split"]
+ContentFormat = Literal["auto", "string", "openai"]
+"""vLLM's names of the forms in which a chat template gets the content of a message: as one text, or as a list of parts."""
 
 # Texts of these roles come from anywhere. Texts of other roles may hold, for example, reasoning that a model wrote between its tags.
 _UNTRUSTED_ROLES = ("user", "tool", "function")

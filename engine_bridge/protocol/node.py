@@ -27,13 +27,16 @@ Api = Literal[
     "responses",
     "messages",
     "count_tokens",
+    "input_tokens",
     "tokenize",
     "detokenize",
     "tokenizer_info",
     "embeddings",
 ]
 # Calls that generate nothing: they belong to no conversation and leave nothing behind.
-COUNTING_APIS: frozenset[Api] = frozenset(("count_tokens", "tokenize", "detokenize", "tokenizer_info"))
+COUNTING_APIS: frozenset[Api] = frozenset(
+    ("count_tokens", "input_tokens", "tokenize", "detokenize", "tokenizer_info")
+)
 
 
 TOKEN_ID_BYTES = 4

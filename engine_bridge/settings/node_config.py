@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import Struct
 
 from engine_bridge.calls.context_overflow import ContextOverflow
-from engine_bridge.calls.plain_content import SpecialTokensInContent
+from engine_bridge.calls.plain_content import ContentFormat, SpecialTokensInContent
 from engine_bridge.cluster.peers import PeerConfig
 from engine_bridge.policy.limits.request_limits import RequestLimits
 from engine_bridge.settings.engine_config import EngineConfig
@@ -25,6 +25,7 @@ class LocalNodeConfig(Struct, frozen=True, kw_only=True):
         length_predictor: `module:Name` of a user's own, which is asked before ours.
         limits: of what one request may ask.
         default_chat_template_kwargs: what every conversation is rendered with, apart from what its request says.
+        chat_template_content_format: the form in which the chat template gets contents; auto: as vLLM reads off the template.
         peers: where KV is lent to other nodes; None: to none.
     """
 
@@ -38,4 +39,5 @@ class LocalNodeConfig(Struct, frozen=True, kw_only=True):
     context_overflow: ContextOverflow = "error"
     special_tokens_in_content: SpecialTokensInContent = "keep"
     default_chat_template_kwargs: dict[str, Any] = {}
+    chat_template_content_format: ContentFormat = "auto"
     peers: PeerConfig | None = None

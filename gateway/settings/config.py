@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 
 from engine_bridge.calls.context_overflow import ContextOverflow
-from engine_bridge.calls.plain_content import SpecialTokensInContent
+from engine_bridge.calls.plain_content import ContentFormat, SpecialTokensInContent
 from engine_bridge.policy.limits.request_limits import RequestLimits
 from engine_bridge.policy.nodes import routing
 from engine_bridge.settings.engine_config import (
@@ -158,6 +158,12 @@ class Config(ToolSettings, frozen=True, kw_only=True):
         NonEmpty | None,
         in_model("Jinja file, or a template in one line, to use in place of the model's own template."),
     ] = None
+    chat_template_content_format: Annotated[
+        ContentFormat,
+        in_model(
+            "The form in which the chat template gets the content of a message: one text (string) or parts (openai); auto: as the template reads it."
+        ),
+    ] = "auto"
     default_chat_template_kwargs: Annotated[
         NonEmpty | None,
         in_model(

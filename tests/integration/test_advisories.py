@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine_bridge.protocol.engine_request import EngineRequest
 from engine_bridge.protocol.errors import InvalidRequest
+from engine_bridge.protocol.node import JsonReply
 from gateway.advisories import advisories
 from gateway.advisories.advisories import BURST, AdvisoryRequest
 from gateway.app import Server
@@ -90,6 +93,20 @@ TEMPLATE = (
     "{% for each in messages %}<|{{ each.role }}|>{{ each.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+
+
+@pytest.mark.parametrize(("form", "count"), [("auto", 1), ("string", 1), ("openai", 11)])
+async def test_the_operators_form_of_contents_is_what_the_template_gets(
+    node: SharedNode, form: Any, count: int
+) -> None:
+    from engine_bridge.driver.serving.serving import Serving  # which imports vLLM
+
+    # It takes parts, and is not seen to do so.
+    template = "{{ messages[0].content[0]['text'] or '.' }}"
+    options = replace(node._serving._options, chat_template=template, chat_template_content_format=form)
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "one two three four five six"}]}
+    reply = await Serving(node._client, options).serve("tokenize", body, {}, EngineRequest())
+    assert isinstance(reply, JsonReply) and json.loads(reply.body)["count"] == count
 
 
 async def test_the_operators_template_arguments_hold_for_every_way_to_a_prompt(

@@ -123,6 +123,21 @@ async def test_results_of_tools_go_on_from_the_calls_that_were_stored(client: Cl
     assert second.usage.input_tokens > first.usage.input_tokens + first.usage.output_tokens - 5
 
 
+async def test_tokens_are_counted_as_a_response_has_them(client: Client) -> None:
+    wish: Any = {"instructions": "You are terse."}
+    first = await client.say("Hello!", **wish)
+    for asked, reply in (
+        (wish, first),
+        (wish | {"previous_response_id": first.id}, None),
+    ):
+        counted = await client.all.input_tokens.count(model=MODEL, input="Hello!", **asked)
+        reply = reply or await client.say("Hello!", **asked)
+        assert counted.object == "response.input_tokens" and counted.input_tokens == reply.usage.input_tokens
+    assert len((await client.all.input_items.list(first.id)).data) == 1, "counting leaves nothing behind"
+    with pytest.raises(openai.NotFoundError):
+        await client.all.input_tokens.count(model=MODEL, input="Hello!", previous_response_id="resp_none")
+
+
 async def test_one_in_the_background_is_answered_at_once_and_read_later(client: Client) -> None:
     made = await client.say("Hello!", background=True)
     assert made.status == "queued" and made.background and not made.output

@@ -56,6 +56,7 @@ class Family(Struct, frozen=True):
         kv_token_bytes: of one token's KV over all layers.
         drafted_by: how vLLM drafts tokens for it: "ngram", "eagle" (a head of random weights, so its drafts are wrong), "mtp" (the same, of the
             model's own last layer) or "draft_model" (the same model, so they are right); "" for not at all.
+        kv_cache_dtype: of the KV cache; "" for the dtype of the weights.
         computed_as: fields of its configuration that vLLM computes with in place of what they say.
         quantised: the form of its weights, of `quantising.METHODS`; "" for plain ones.
         operation: of vLLM's for CPUs, which it computes with; "" for none that any CPU lacks.
@@ -76,6 +77,7 @@ class Family(Struct, frozen=True):
     kv_token_bytes: int = KV_TOKEN_BYTES
     drafted_by: str = ""
     dtype: str = "float32"
+    kv_cache_dtype: str = ""
     quantised: str = ""
     operation: str = ""
     has_chat: bool = True
@@ -85,7 +87,7 @@ class Family(Struct, frozen=True):
     @property
     def has_own_rounding(self) -> bool:
         """Whether transformers computes other logits than vLLM, by more than the wrong KV of a block might change them."""
-        return bool(self.quantised) or self.dtype != "float32"
+        return bool(self.quantised or self.kv_cache_dtype) or self.dtype != "float32"
 
     def is_computable(self) -> bool:
         """Return whether vLLM has kernels of this model for this machine's processor."""
@@ -164,6 +166,8 @@ _QWEN3_VISION = _VISION | {
     "out_hidden_size": HIDDEN,
 }
 
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+_YARN |= {"original_max_position_embeddings": MAX_MODEL_LEN // 4}
 _WINDOW = {"sliding_window": WINDOW_TOKENS}
 _MIXED_WINDOWS = _WINDOW | {"layer_types": _LAST_IS_FULL}
 _GEMMA = _WITH_HEAD_DIM | _WINDOW | {"query_pre_attn_scalar": HEAD_DIM}
@@ -178,6 +182,9 @@ FAMILIES = (
     Family(
         "llama-draft-model", "LlamaConfig", _WITH_HEAD_DIM, drafted_by="draft_model", kv_token_bytes=_TWICE
     ),
+    Family("llama-yarn", "LlamaConfig", _WITH_HEAD_DIM | {"rope_parameters": _YARN}),
+    Family("llama-head-80", "LlamaConfig", _SIZES | {"head_dim": 80}, kv_token_bytes=5 * KV_TOKEN_BYTES // 2),
+    Family("llama-kv-fp8", "LlamaConfig", _WITH_HEAD_DIM, dtype="bfloat16", kv_cache_dtype="fp8"),
     Family("qwen2", "Qwen2Config", _SIZES),
     Family("qwen3", "Qwen3Config", _WITH_HEAD_DIM),
     Family("mistral-window", "MistralConfig", _WITH_HEAD_DIM | _WINDOW),
@@ -198,6 +205,33 @@ FAMILIES = (
         # vLLM adds nothing of an adapter to kv_b_proj, which its attention reads past the layer; the server says so of an adapter that has it.
         adapted=("q_a_proj", "q_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         kv_token_bytes=NUM_LAYERS * (512 + 64) * 4,
+    ),
+    Family(
+        "minicpm3",  # latent attention that is computed, and so kept, as usual attention
+        "MiniCPM3Config",
+        _SIZES
+        | {"num_key_value_heads": NUM_HEADS, "q_lora_rank": 64, "kv_lora_rank": 64}
+        | {"qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32},
+        extra={"architectures": ["MiniCPM3ForCausalLM"]},
+        adapted=("q_a_proj", "q_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        kv_token_bytes=4 * KV_TOKEN_BYTES,
+    ),
+    Family(
+        "opt",  # positions are learned, not turned
+        "OPTConfig",
+        {"vocab_size": VOCAB_SIZE, "hidden_size": HIDDEN, "num_hidden_layers": NUM_LAYERS}
+        | {"num_attention_heads": NUM_HEADS, "ffn_dim": 2 * HIDDEN, "word_embed_proj_dim": HIDDEN}
+        | {"max_position_embeddings": MAX_MODEL_LEN, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+        adapted=("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"),
+        kv_token_bytes=_TWICE,
+    ),
+    Family(
+        "gpt-bigcode",  # all heads share one head of keys
+        "GPTBigCodeConfig",
+        {"vocab_size": VOCAB_SIZE, "n_embd": HIDDEN, "n_layer": NUM_LAYERS, "n_head": NUM_HEADS}
+        | {"n_positions": MAX_MODEL_LEN, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+        num_adapters=0,
+        kv_token_bytes=KV_TOKEN_BYTES // 2,
     ),
     Family(
         "qwen2-window",
@@ -246,6 +280,8 @@ FAMILIES = (
     # Layers of two kinds, whose KV caches share memory.
     Family("gemma2", "Gemma2Config", _GEMMA | {"tie_word_embeddings": True}),
     Family("gemma3", "Gemma3TextConfig", _GEMMA | {"layer_types": _LAST_IS_FULL}, num_adapters=8),
+    Family("gemma3-ngram", "Gemma3TextConfig", _GEMMA | {"layer_types": _LAST_IS_FULL}, drafted_by="ngram"),
+    Family("exaone4", "Exaone4Config", _SIZES | _MIXED_WINDOWS),
     Family(
         "cohere2",
         "Cohere2Config",
@@ -335,6 +371,15 @@ FAMILIES = (
         kv_token_bytes=_TWICE,
     ),
     Family(
+        "lfm2-experts",
+        "Lfm2MoeConfig",
+        _SIZES
+        | _CONVOLUTIONS
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_dense_layers": 1},
+        adapted=("q_proj", "k_proj", "v_proj", "out_proj"),
+        kv_token_bytes=_TWICE,
+    ),
+    Family(
         "granite4",
         "GraniteMoeHybridConfig",
         _SIZES
@@ -399,6 +444,7 @@ FAMILIES = (
         for form in ("gptq", "awq")
     ),
     Family("qwen3-w8a8", "Qwen3Config", _WITH_HEAD_DIM, quantised="w8a8"),
+    Family("qwen3-fp8", "Qwen3Config", _WITH_HEAD_DIM, dtype="bfloat16", quantised="fp8"),
     # Models that read pictures.
     Family(
         "qwen2.5-vl",
@@ -434,6 +480,31 @@ FAMILIES = (
         dtype="bfloat16",
         num_adapters=0,
         kv_token_bytes=_TWICE,
+    ),
+    Family(
+        "llava",  # a picture takes as many tokens as it has patches, and no others
+        "LlavaConfig",
+        {"text_config": _WITH_HEAD_DIM | {"model_type": "llama"}}
+        | {
+            "vision_config": _VISION
+            | {"model_type": "clip_vision_model", "num_hidden_layers": 2, "num_attention_heads": 2}
+            | {"patch_size": 14, "image_size": 56, "projection_dim": 64}
+        }
+        | {"image_token_index": TOKENS["<image>"], "vision_feature_layer": -1, "image_seq_length": 16},
+        sight="llava",
+        renamed={"vision_tower.": "vision_tower.vision_model."},
+    ),
+    Family(
+        "mistral3",  # a token ends each row of a picture's patches
+        "Mistral3Config",
+        {"text_config": _WITH_HEAD_DIM | {"model_type": "mistral"}}
+        | {
+            "vision_config": _VISION
+            | {"model_type": "pixtral", "num_hidden_layers": 2, "num_attention_heads": 2}
+            | {"patch_size": 14, "image_size": 112, "head_dim": 32}
+        }
+        | {"image_token_index": TOKENS["<image>"], "vision_feature_layer": -1, "spatial_merge_size": 2},
+        sight="pixtral",
     ),
     Family(
         "gemma3-vision",

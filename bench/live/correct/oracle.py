@@ -118,7 +118,14 @@ class StockOracle:
     """
 
     def __init__(
-        self, folder: Path, dtype: str, max_model_len: int, *, has_adapters: bool, sight: Sight | None = None
+        self,
+        folder: Path,
+        dtype: str,
+        max_model_len: int,
+        *,
+        has_adapters: bool,
+        sight: Sight | None = None,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         from vllm import LLM
@@ -141,6 +148,7 @@ class StockOracle:
             max_model_len=max_model_len,
             max_num_seqs=1,
             kv_cache_memory_bytes=64 << 20,
+            kv_cache_dtype=kv_cache_dtype,
             disable_log_stats=True,
         )
         if has_adapters:

@@ -64,11 +64,7 @@ class Sight(Struct, frozen=True, kw_only=True):
         (folder / "tokenizer_config.json").write_text(json.dumps(config | self.names))
         (folder / "chat_template.jinja").write_text(template)
         (folder / "preprocessor_config.json").write_text(json.dumps(_NORMALISED | self.processor))
-        of_whole = {
-            name: self.processor[name]
-            for name in ("processor_class", "image_seq_length")
-            if name in self.processor
-        }
+        of_whole = {name: self.processor[name] for name in _OF_WHOLE if name in self.processor}
         (folder / "processor_config.json").write_text(json.dumps(of_whole))
         if self.video_processor:
             video = {"video_processor_type": self.video_processor}
@@ -83,6 +79,11 @@ class Sight(Struct, frozen=True, kw_only=True):
         return [each for token, run in runs for each in ([token] if token == self.token_id else run)]
 
 
+# What the file of the whole processor, of texts and pictures, has.
+_OF_WHOLE = (
+    "processor_class image_seq_length patch_size vision_feature_select_strategy num_additional_image_tokens spatial_merge_size "
+    "image_token image_break_token image_end_token"
+).split()
 # vLLM normalises on the device, by what the file says; where it says nothing it normalises nothing.
 _NORMALISED = {
     "do_rescale": True,
@@ -119,6 +120,36 @@ def _qwen(patch_size: int, processor_class: str) -> Sight:
 SIGHTS = {
     "qwen2.5-vl": _qwen(14, "Qwen2_5_VLProcessor"),
     "qwen3-vl": _qwen(16, "Qwen3VLProcessor"),
+    "llava": Sight(
+        mark="<image>",
+        token="<image>",
+        names={"image_token": "<image>"},
+        processor={
+            "image_processor_type": "CLIPImageProcessor",
+            "processor_class": "LlavaProcessor",
+            "size": {"shortest_edge": 56},
+            "crop_size": {"height": 56, "width": 56},
+            "do_center_crop": True,
+            "patch_size": 14,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+        },
+    ),
+    "pixtral": Sight(
+        mark="<image>",
+        token="<image>",
+        names={"image_token": "<image>"},
+        processor={
+            "image_processor_type": "PixtralImageProcessor",
+            "processor_class": "PixtralProcessor",
+            "size": {"longest_edge": 112},
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "image_token": "<image>",
+            "image_break_token": "<|vision_start|>",
+            "image_end_token": "<|vision_end|>",
+        },
+    ),
     "gemma3": Sight(
         mark="<start_of_image>",
         token="<image_soft_token>",

@@ -136,7 +136,14 @@ async def family_play(
     oracle: Oracle | StockOracle
     if family.has_own_rounding:
         sight = SIGHTS.get(family.sight)
-        oracle = StockOracle(folder, family.dtype, MAX_MODEL_LEN, has_adapters=bool(adapters), sight=sight)
+        oracle = StockOracle(
+            folder,
+            family.dtype,
+            MAX_MODEL_LEN,
+            has_adapters=bool(adapters),
+            sight=sight,
+            kv_cache_dtype=family.kv_cache_dtype or "auto",
+        )
     else:
         oracle = Oracle(folder, family.computed_as)
     judge = Judge(family.name, oracle, adapters, note, family.reuses_kv)

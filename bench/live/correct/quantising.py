@@ -82,8 +82,28 @@ def _int8(weight: Any) -> dict[str, Any]:
     }
 
 
-def _eight_bits(strategy: str, *, is_dynamic: bool) -> dict[str, Any]:
-    return {"num_bits": 8, "type": "int", "symmetric": True, "strategy": strategy, "dynamic": is_dynamic}
+def _float8(weight: Any) -> dict[str, Any]:
+    import torch
+
+    scale = weight.abs().amax(1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+    return {"weight": (weight / scale).to(torch.float8_e4m3fn), "weight_scale": scale.contiguous()}
+
+
+def _eight_bits(kind: str) -> dict[str, Any]:
+    """Return what config.json says of weights and inputs of eight bits. kind: "int" or "float"."""
+    shared = {"num_bits": 8, "type": kind, "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": shared | {"strategy": "channel", "dynamic": False},
+        "input_activations": shared | {"strategy": "token", "dynamic": True},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": f"{kind}-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
 
 
 METHODS: dict[str, tuple[Callable[[Any], dict[str, Any]], dict[str, Any]]] = {
@@ -96,19 +116,7 @@ METHODS: dict[str, tuple[Callable[[Any], dict[str, Any]], dict[str, Any]]] = {
         _awq,
         {"quant_method": "awq", "bits": 4, "group_size": GROUP_SIZE, "zero_point": True, "version": "gemm"},
     ),
-    "w8a8": (
-        _int8,
-        {"quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed"}
-        | {"ignore": ["lm_head"]}
-        | {
-            "config_groups": {
-                "group_0": {
-                    "targets": ["Linear"],
-                    "weights": _eight_bits("channel", is_dynamic=False),
-                    "input_activations": _eight_bits("token", is_dynamic=True),
-                }
-            }
-        },
-    ),
+    "w8a8": (_int8, _eight_bits("int")),
+    "fp8": (_float8, _eight_bits("float")),
 }
 """By name, what a linear layer's weight becomes, by the names of its parts, and what config.json says of it."""

@@ -9,6 +9,7 @@ from pydantic.json_schema import models_json_schema
 
 from engine_bridge.driver import vllm_api
 from engine_bridge.driver.apis.bodies import SERVER_FIELDS
+from engine_bridge.driver.apis.responses import InputTokens
 from engine_bridge.driver.apis.tokenize_request import TokenizeBody
 from engine_bridge.protocol.node import SCHEMA_REFERENCE, ApiSchemas
 
@@ -16,6 +17,7 @@ REQUESTS: Mapping[str, Any] = {
     "chat": vllm_api.ChatCompletionRequest,
     "completions": vllm_api.CompletionRequest,
     "responses": vllm_api.ResponsesRequest,
+    "input_tokens": vllm_api.ResponsesRequest,
     "messages": vllm_api.AnthropicMessagesRequest,
     "count_tokens": vllm_api.AnthropicCountTokensRequest,
     "tokenize": TokenizeBody,
@@ -28,6 +30,7 @@ REPLIES: Mapping[str, Any] = {
     "chat": vllm_api.ChatCompletionResponse,
     "completions": vllm_api.CompletionResponse,
     "responses": vllm_api.ResponsesResponse,
+    "input_tokens": InputTokens,
     "messages": vllm_api.AnthropicMessagesResponse,
     "count_tokens": vllm_api.AnthropicCountTokensResponse,
     "tokenize": vllm_api.TokenizeResponse,

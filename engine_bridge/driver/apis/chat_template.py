@@ -43,6 +43,7 @@ def chat_templates(engine: Any, given: str | None) -> tuple[str | None, str]:
     from engine_bridge.driver.vllm_api import HfRenderer, resolve_chat_template
 
     tokenizer = engine.renderer.get_tokenizer()
+    _complete(tokenizer)
     own = own_template(tokenizer)
     if given and (fault := fault_of(given)):
         raise InvalidRequest(f"--chat-template: the file is no Jinja template: {fault}")
@@ -173,8 +174,26 @@ def opener_of_calls(tokenizer: Any, given: str | None) -> int | None:
 
 
 def own_template(tokenizer: Any) -> str:
-    """Return the template of a tokenizer, or all of those that it has by names, such as one for calls with tools; "" where none is for all calls."""
+    """Return the template of a tokenizer, or all of those that it has by names, such as one for calls with tools; "" without any."""
     found: str | dict[str, str] = getattr(tokenizer, "chat_template", None) or ""
-    if isinstance(found, str):
-        return found
-    return "\n".join(found.values()) if "default" in found else ""
+    return found if isinstance(found, str) else "\n".join(found.values())
+
+
+def _complete(tokenizer: Any) -> None:
+    """Give a tokenizer whose templates are for some calls alone, such as those with tools, one for all others: its own, or else a plain one."""
+    named = getattr(tokenizer, "chat_template", None)
+    if not named or isinstance(named, str) or "default" in named:
+        return
+    name = next((name for name, template in named.items() if _renders(tokenizer, template)), "")
+    tokenizer.chat_template = named | {"default": named.get(name, PLAIN)}
+    others = f"others are written by `{name}`" if name else f"in others {_PLAINLY}"
+    log.warning("this model has chat templates for some calls alone (%s): %s", ", ".join(named), others)
+
+
+def _renders(tokenizer: Any, template: str) -> bool:
+    """Return whether a template writes a question that offers no tools."""
+    try:
+        text = tokenizer.apply_chat_template([_ASKED], chat_template=template, tokenize=False)
+    except Exception:  # a template may raise anything
+        return False
+    return _ASKED["content"] in text

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any, Literal
 
+from pydantic import BaseModel
+
 from engine_bridge.calls.chat_chunks import ends_with_stop_token
 from engine_bridge.driver.apis.cut_calls import with_cut_calls
-from engine_bridge.driver.vllm_api import OpenAIServingResponses, ResponseCompletedEvent
+from engine_bridge.driver.vllm_api import ErrorResponse, OpenAIServingResponses, ResponseCompletedEvent
 
 # What vLLM calls the form of a call that is demanded. Source: vLLM 0.32, `ToolParser.adjust_request`.
 DEMANDED = "tool_calling_response"
@@ -21,6 +23,13 @@ class IncompleteEvent(ResponseCompletedEvent):
     """The last event of a stream that ran out of tokens."""
 
     type: Literal["response.incomplete"]
+
+
+class InputTokens(BaseModel):
+    """How many tokens the prompt of a response would have. Source: OpenAI's API reference, "Get input token counts"."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
 
 
 class ResponsesServing(OpenAIServingResponses):
@@ -33,6 +42,13 @@ class ResponsesServing(OpenAIServingResponses):
     async def create_responses(self, request: Any, raw_request: Any = None) -> Any:
         """Return the events of a stream, or the whole reply."""
         return _as_asked(await super().create_responses(request, raw_request))
+
+    async def count_tokens(self, request: Any, raw_request: Any = None) -> Any:
+        """Return how many tokens the request's prompt has, or an ErrorResponse."""
+        found = await self.online_renderer.render_responses(request)
+        if isinstance(found, ErrorResponse):
+            return found
+        return InputTokens(input_tokens=self._extract_prompt_len(found.engine_input))
 
     def responses_stream_generator(
         self, request: Any, sampling_params: Any, result_generator: Any, *args: Any, **options: Any

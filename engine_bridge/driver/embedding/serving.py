@@ -13,6 +13,7 @@ from typing import Any
 from engine_bridge.bridge import EngineThread
 from engine_bridge.calls.body_forms import without_nulls
 from engine_bridge.driver.apis.bodies import Rejected, as_unusable, error_reply, parse
+from engine_bridge.driver.apis.vocabulary import refuse_unknown_tokens
 from engine_bridge.driver.embedding.engine import EmbeddingDriver
 from engine_bridge.driver.serving.stream_failures import engine_failed
 from engine_bridge.driver.vllm_api import (
@@ -45,6 +46,7 @@ class EmbeddingClient:
         self._num_waiting: Counter[str] = Counter()
         self.renderer, self.vllm_config = engine.renderer, engine.vllm_config
         self.model_config, self.input_processor = engine.model_config, engine.input_processor
+        refuse_unknown_tokens(self.renderer, self.model_config.get_vocab_size())
 
     def take(self, outputs: list[Any]) -> None:
         """Hand embeddings to those who wait for them."""

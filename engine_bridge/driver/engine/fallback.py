@@ -13,7 +13,7 @@ from engine_bridge.driver.engine.errors_text import said_by
 from engine_bridge.driver.ranks.failing import RankFailed
 from engine_bridge.driver.ranks.starting import RankKilled
 from engine_bridge.policy.limits.model_support import CONSEQUENCES, CannotHave, Mechanism, UnusableModel
-from engine_bridge.policy.limits.refusals import is_final, refusal_of
+from engine_bridge.policy.limits.refusals import is_final, misfit, refusal_of
 from engine_bridge.protocol.errors import SeamMoved
 from engine_bridge.protocol.figures import LeftOut
 from engine_bridge.settings.engine_config import EngineConfig
@@ -28,6 +28,8 @@ Driver = TypeVar("Driver")
 # that was killed.
 _OTHERS = (OSError, MemoryError, SeamMoved, UnusableModel, RankKilled)
 _MAX_WHY_CHARS = 300
+# What vLLM's models call the function that does so.
+_LOADING = "load_weights"
 _TIERS: Set[Mechanism] = {"KV tiers", "prefix caching"}
 """Without one of these there are no tiers."""
 
@@ -84,7 +86,7 @@ def build_with_what_works(
             first = first or error
             guess = frozenset() if _is_for_the_user(error) else next(guesses, frozenset())
             if not guess:
-                if (refused := refusal_of(_said(first))) is not None:
+                if (refused := _refusal(first)) is not None:
                     raise refused from first
                 raise first from None
             log.warning(
@@ -125,7 +127,19 @@ def _is_for_the_user(error: Exception) -> bool:
     said = _said(error)
     kinds = error.kinds if isinstance(error, RankFailed) else frozenset()
     is_of_others = isinstance(error, _OTHERS) or bool(kinds & {kind.__name__ for kind in _OTHERS})
-    return is_of_others or "memory" in said.lower() or is_final(said)
+    return is_of_others or "memory" in said.lower() or is_final(said) or _is_of_weights(error)
+
+
+def _refusal(error: Exception) -> UnusableModel | None:
+    """Return an error of vLLM's as one that says what to do; None where that is not known."""
+    refused = refusal_of(_said(error))
+    is_vague = refused is None or isinstance(error, AssertionError)
+    return misfit(_in_short(error)) if is_vague and _is_of_weights(error) else refused
+
+
+def _is_of_weights(error: Exception) -> bool:
+    """Return whether vLLM met an error while it put weights into their places, which is the same whatever is left out."""
+    return any(frame.name == _LOADING for frame in traceback.extract_tb(error.__traceback__))
 
 
 def _said(error: Exception) -> str:

@@ -109,7 +109,7 @@ class Serving:
         parsers: dict[str, Any] = {
             "request_logger": None,
             "chat_template": options.chat_template,
-            "chat_template_content_format": "auto",
+            "chat_template_content_format": options.chat_template_content_format,
             # There always is a parser, so "auto" is accepted: some clients send it with every request.
             "enable_auto_tools": True,
             "tool_parser": options.tool_parser,
@@ -139,6 +139,7 @@ class Serving:
             "responses": _Endpoint(
                 ResponsesRequest, responses.create_responses, texts=sse_text, dump={"by_alias": True}
             ),
+            "input_tokens": _Endpoint(ResponsesRequest, responses.count_tokens),
             "messages": _Endpoint(
                 AnthropicMessagesRequest,
                 messages.create_messages,
@@ -158,7 +159,7 @@ class Serving:
             self.models,
             self._renderer,
             chat_template=self._options.chat_template,
-            chat_template_content_format="auto",
+            chat_template_content_format=self._options.chat_template_content_format,
             default_chat_template_kwargs=dict(self._options.default_chat_template_kwargs),
         )
 

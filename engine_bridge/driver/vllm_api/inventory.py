@@ -57,6 +57,7 @@ vllm.v1.worker.gpu_model_runner:GPUModelRunner KV_TIERS at engine_core.engine_co
     read kv_caches
 vllm.v1.engine.input_processor:InputProcessor ENGINE at input_processor
     call process_inputs(request_id, prompt, params, supported_tasks, *, lora_request, session_id, priority, tokenization_kwargs)
+    APIS: look up in _validate_model_input: validate_token_ids
 vllm.v1.engine:EngineCoreRequest ENGINE
     read lora_request mm_features params sampling_params
     write cache_salt prompt_token_ids reasoning_ended reasoning_parser_kwargs
@@ -459,17 +460,18 @@ vllm.exceptions:VLLMValidationError APIS
 # -- the renderer ------------------------------------------------------------------------------------------------------
 vllm.renderers.online_renderer:OnlineRenderer APIS
     call __init__(model_config, renderer, *, request_logger, chat_template, chat_template_content_format, enable_auto_tools, tool_parser,
-        reasoning_parser, default_chat_template_kwargs) warmup() render_chat(request) effective_chat_template_kwargs(request)
+        reasoning_parser, default_chat_template_kwargs) warmup() render_chat(request) render_responses(request)
+        effective_chat_template_kwargs(request)
 vllm.renderers.base:BaseRenderer APIS at renderer
     call get_tokenizer()
     read mm_processor
+    KEPT_TOKENS: call validate_token_ids(token_ids)
     PICTURE_CACHE: read _mm_processor_only_cache
     PICTURE_CACHE: write _mm_processor_cache
-    KEPT_TOKENS: call validate_token_ids(token_ids)
     KEPT_TOKENS: read _executor
     TOKENIZER_TURNS: read _executor
     PLAIN_CONTENT: read _executor
-    APIS: replace render_messages_async(messages, params)
+    APIS: replace render_messages_async(messages, params) validate_token_ids(token_ids, **options)
     PLAIN_CONTENT: replace render_messages_async(messages, params) tokenize_prompts_async(prompts, params)
 vllm.multimodal.media.connector APIS
     read MEDIA_CONNECTOR_REGISTRY
@@ -519,7 +521,8 @@ vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion APIS
         request_output_to_completion_response(final_res_batch, request, *args, **options)
 vllm.entrypoints.openai.responses.serving:OpenAIServingResponses APIS
     call __init__(engine_client, models, online_renderer, *, request_logger, chat_template, chat_template_content_format, enable_auto_tools,
-        tool_parser, reasoning_parser, default_chat_template_kwargs) create_responses(request, raw_request)
+        tool_parser, reasoning_parser, default_chat_template_kwargs) create_responses(request, raw_request) _extract_prompt_len(prompt)
+    read online_renderer
     write parser
     override responses_stream_generator(request, sampling_params, result_generator, *args, **options)
         _make_response_output_items(request, final_output, *args, **options) _create_response_logprobs(token_ids, logprobs, *args, **options)

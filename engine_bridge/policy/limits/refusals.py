@@ -11,6 +11,7 @@ OTHER_DRAFTS = "Change --speculative-config, or take it away"
 WHOLE_FILES = "Fetch the model again, with all its files, or serve another one. A draft model must be of the kind that --speculative-config names"
 GENERATING = "Serve a model that generates text. One that makes embeddings may stand beside it: --embedding-model FOLDER"
 DIVIDING_PARTS = "Choose a --tensor-parallel-size that divides it"
+OTHER_SETTING = "Change the setting, or take it away"
 OTHER_MODEL = "Serve another model, or try a newer release of vLLM"
 
 
@@ -48,7 +49,7 @@ _ERRORS = (
         ANOTHER_DEVICE,
     ),
     (
-        r"(Unsupported CPU attention configuration: \S+)",
+        r"(Unsupported CPU attention configuration: \S+|Head dimension \d+ is not supported by MLA)",
         "vLLM's attention on a CPU does not have this model's sizes: {0}",
         ANOTHER_DEVICE,
     ),
@@ -97,10 +98,37 @@ _ERRORS = (
         "config.json lacks {1}, which vLLM reads of a {0}",
         WHOLE_FILES,
     ),
+    # Adapters are left out where theirs is wrong.
+    (
+        r"validation errors? for (?!LoRAConfig)\w+Config\n(\w[\w.]*)\n\s+(.*?) \[type=",
+        "{0} is set wrong: {1}",
+        OTHER_SETTING,
+    ),
+    (
+        r"(No common block size for .*)",
+        "attention on this device has no such blocks: {0}",
+        "Change --block-size, or take it away",
+    ),
+    (r"(Load format `[^`]*` is not supported)", "{0}", OTHER_SETTING),
+    (
+        r"(Cannot find the config file for \w+)",
+        "the weights are not quantised so: {0}",
+        "Take away --quantization",
+    ),
+    (
+        r"(?:HFValidationError: .*|Invalid repository ID or local directory specified): ('[^']*')",
+        "there is no folder {0}, and a model on a hub has no such name",
+        OTHER_SETTING,
+    ),
     (
         r"validation error for VllmConfig\s+Value error, (.*?) \[type=",
         "vLLM cannot set this model up on this device: {0}",
         ANOTHER_DEVICE,
+    ),
+    (
+        r"(No tokenizer registered for tokenizer_mode='[^']*'|This model requires `--tokenizer-mode \w+`)",
+        "{0}",
+        "Choose another --tokenizer-mode",
     ),
     (r"(Unknown RoPE scaling type .*)", "config.json is wrong: {0}", OTHER_MODEL),
     (r"(Cannot find any model weights.*|Error while deserializing header.*)", "{0}", WHOLE_FILES),
@@ -127,6 +155,13 @@ def refusal(facts: ModelFacts) -> UnusableModel | None:
         why = f"vLLM's build for this device lacks the operation {facts.missing_operation}, with which {facts.architecture} computes"
         return UnusableModel(why, ANOTHER_DEVICE)
     return None
+
+
+def misfit(error: str) -> UnusableModel:
+    """Return an error that vLLM met while it loaded weights as one that says what to do. error: its type and text."""
+    return UnusableModel(
+        f"vLLM cannot put the weights into the model that config.json describes ({error})", WHOLE_FILES
+    )
 
 
 def is_final(error: str) -> bool:

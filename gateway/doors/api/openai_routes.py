@@ -486,6 +486,7 @@ ROUTES = (
     web.post("/v1/completions", endpoint("completions")),
     web.post("/invocations", endpoint(None)),
     web.post("/v1/responses", endpoint("responses")),
+    web.post("/v1/responses/input_tokens", endpoint("input_tokens")),
     web.post("/v1/messages", endpoint("messages")),
     web.post("/v1/messages/count_tokens", endpoint("count_tokens")),
     web.post("/tokenize", endpoint("tokenize")),

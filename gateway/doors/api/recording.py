@@ -69,22 +69,23 @@ async def recording_of(
 
     With `previous_response_id` the conversation up to that response is put in front of `input`, so it works after a restart too; with `conversation`
     all that
-    the session of this name holds. An item that is named by its id is put in its place.
+    the session of this name holds. An item that is named by its id is put in its place. Calls that count tokens belong to no session.
 
     Raises:
         GatewayError: `not_found` for a name that is not stored, `bad_request` for an id that no session may have.
     """
-    if not isinstance(body, dict) or api in COUNTING_APIS:
+    has_input = api in ("responses", "input_tokens")
+    if not isinstance(body, dict) or (api in COUNTING_APIS and not has_input):
         return None
     session_id = session_named(header, body)
     history = b""
-    conversation = _take_conversation(body) if api == "responses" else None
-    if api == "responses":
+    conversation = _take_conversation(body) if has_input else None
+    if has_input:
         await _put_items(services, owner, body)
-    items = as_items(body) if api == "responses" else None
+    items = as_items(body) if has_input else None
     keeps_response = api == "responses" and body.get("store") is not False
     is_kept = keeps_response or session_id is not None or conversation is not None
-    previous = body.pop("previous_response_id", None) if api == "responses" else None
+    previous = body.pop("previous_response_id", None) if has_input else None
     previous = str(previous) if previous is not None else None
     if previous is not None or conversation is not None:
         found = await _went_before(services, owner, previous, conversation)
@@ -93,7 +94,7 @@ async def recording_of(
             previous = orjson.loads(last.reply)["id"] if last is not None else None
         body["input"] = items_of(found.turns) + as_items(body)
         history, session_id = found.token_ids, conversation or session_id or found.session_id
-    if session_id is None and not keeps_response:
+    if api in COUNTING_APIS or (session_id is None and not keeps_response):
         return None
     if session_id is not None:
         if embeddings_of(api, body):

@@ -16,7 +16,7 @@ import msgspec
 import orjson
 from aiohttp import web
 
-from engine_bridge.protocol.node import SCHEMA_REFERENCE, ApiSchemas
+from engine_bridge.protocol.node import COUNTING_APIS, SCHEMA_REFERENCE, ApiSchemas
 from gateway.advisories.advisories import Envelope
 from gateway.doors.description.bodies import AnthropicError, Error
 from gateway.doors.description.operation import TAGS, Body, EngineBody, Operation, ReplyShape, Shape
@@ -160,7 +160,7 @@ class _Shapes:
                 "description": "Advisories for the sessions that come after this request, and hints of KV. Bad ones are passed over.",
             },
         }
-        if operation.name != "count_tokens":
+        if operation.name not in COUNTING_APIS:
             # Hints may have any form, as on other servers: malformed ones are ignored.
             fields |= {name: {"description": text} for name, text in HINT_FIELDS.items()}
             fields["session_id"] = {

@@ -143,6 +143,14 @@ OPERATIONS: tuple[Operation, ...] = (
         "`previous_response_id` goes on from a stored response, after a restart of the server, too.",
     ),
     _call(
+        "input_tokens",
+        "/v1/responses/input_tokens",
+        "Count the tokens of an input (OpenAI responses)",
+        {"model": MODEL, "input": "Name three things to see in Lisbon."},
+        "Those of the conversation that `previous_response_id` or `conversation` names count, too.",
+        whole="The count.",
+    ),
+    _call(
         "messages",
         "/v1/messages",
         "Answer a conversation (Anthropic messages)",

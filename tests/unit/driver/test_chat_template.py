@@ -47,6 +47,21 @@ def test_of_several_templates_all_tell_how_the_model_writes_calls() -> None:
     assert choose_tool_parser("auto", "llama", template).name == "hermes"
 
 
+@pytest.mark.parametrize(
+    ("own", "default"), [(SOUND, SOUND), ("{{ tools[0] + messages[0].content }}", PLAIN)]
+)
+def test_a_template_for_calls_with_tools_alone_stays_theirs(own: str, default: str) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.chat_template = {"tool_use": own}
+    found = SimpleNamespace(renderer=SimpleNamespace(get_tokenizer=lambda: tokenizer))
+    given, template = chat_templates(found, None)
+    assert given is None and template.startswith(own)
+    assert tokenizer.get_chat_template(tools=[{}]) == own
+    assert tokenizer.get_chat_template() == default
+
+
 def test_without_a_template_special_tokens_tell_how_the_model_writes_calls() -> None:
     given, template = chat_templates(engine(None, ("[INST]", "[TOOL_CALLS]")), None)
     assert given is None

@@ -123,7 +123,35 @@ def test_what_helps_nowhere_is_the_first_error() -> None:
             "not those of OddModel, which has no lm_head.* --speculative-config",
             1,
         ),
+        (
+            ValueError("No tokenizer registered for tokenizer_mode='slow'."),
+            "Choose another --tokenizer-mode",
+            1,
+        ),
+        (ValueError("This model requires `--tokenizer-mode mistral`"), "Choose another --tokenizer-mode", 1),
+        (
+            ValueError(
+                "1 validation error for CacheConfig\ncache_dtype\n  Input should be 'auto' [type=literal"
+            ),
+            "cache_dtype is set wrong: Input should be 'auto'.*Change the setting",
+            1,
+        ),
+        (ValueError("No common block size for 7 (CPU_ATTN: [MultipleOf(32)])."), "Change --block-size", 1),
+        (ValueError("Load format `odd` is not supported"), "Change the setting", 1),
+        (
+            ValueError(
+                "validation error for VllmConfig\n  Value error, Cannot find the config file for awq [type=value"
+            ),
+            "not quantised so.*Take away --quantization",
+            1,
+        ),
+        (
+            ValueError("Invalid repository ID or local directory specified: '/odd'.\nPlease"),
+            "there is no folder '/odd'",
+            1,
+        ),
         # Adapters or tiers may have called for what the device lacks.
+        (ValueError("Head dimension 64 is not supported by MLA."), "have this model's sizes.*--device", 6),
         (AttributeError("'_OpNamespace' '_C' object has no attribute 'odd_scan'"), "odd_scan.*--device", 6),
     ],
 )
@@ -133,6 +161,25 @@ def test_what_vllm_cannot_serve_is_said_with_what_to_do(error: Exception, says: 
         built(lambda tried: tries.append(tried) or error)
     assert raised.value.remedy and raised.value.__cause__ is error
     assert len(tries) == num_tries
+
+
+@pytest.mark.parametrize("error", [RuntimeError("start (0) + length (256)"), AssertionError("(8, 8)")])
+def test_weights_that_do_not_fit_are_loaded_once(error: Exception) -> None:
+    tries: list[Tried] = []
+
+    def load_weights(tried: Tried) -> Exception | None:
+        tries.append(tried)
+        raise error
+
+    with pytest.raises(UnusableModel, match=r"weights into the model .*\(\w+Error: .*Fetch the model again"):
+        built(load_weights)
+    assert len(tries) == 1
+
+
+def test_a_wrong_setting_of_adapters_costs_them_alone() -> None:
+    wrong = ValueError("1 validation error for LoRAConfig\nmax_lora_rank\n  Input should be 1 [type=literal")
+    tried, left_out = built(lambda tried: wrong if tried[0] else None)
+    assert tried == [ALL, BASE] and left_out.keys() == {"adapters"}
 
 
 def test_an_error_without_a_text_is_said_by_the_line_that_raised_it(tmp_path: Path) -> None:

@@ -130,6 +130,7 @@ VALUES = {
     "--root-path": "/llm",
     "--dtype": "float32",
     "--scheduling-policy": "fcfs",
+    "--chat-template-content-format": "openai",
     "--default-chat-template-kwargs": '{"enable_thinking": false}',
     "--speculative-config": '{"method": "ngram"}',
     "--gpu-memory-utilization": "0.5",

@@ -185,7 +185,7 @@ async def test_turns_and_calls_are_counted_refused_in_each_protocols_form_and_sh
     assert (await gateway.call("GET", "/v1/usage")).status == 401
 
 
-@pytest.mark.parametrize("route", ["/tokenize", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize("route", ["/tokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens"])
 async def test_counting_uses_nothing_and_is_never_refused(gateways: Gateways, route: str) -> None:
     gateway = await gateways(max_tokens_per_day=5)
     gateway.usage.add("local", Spent(1, 3, 3))
