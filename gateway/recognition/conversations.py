@@ -97,7 +97,7 @@ class Conversations:
         conversation.answer, conversation.calls_tools = answer, calls_tools
         if answer is None:
             self._set_anchors(conversation, conversation.anchors_before)
-        elif conversation.before.question:
+        else:
             self._set_anchors(conversation, answer.anchors(conversation.opening, conversation.before))
 
     def named(self, tenant: str, name: str) -> list[str]:
@@ -116,8 +116,11 @@ class Conversations:
         changed: list[Conversation] = []
         for known, answer in self._continued(scope, found):
             likely = [each for each in known if each.answer is not None and each.answer.is_like(answer)]
+            likely = _nearest(likely, found)
+            if len(likely) > 1 and answer.has_counted_ids_alone:
+                return None, "new"  # their calls of tools have the same ids, and may be other ones
             # Conversations at the same place with the same answer cannot be told apart and need not be: their KV is the same.
-            if likely := _nearest(likely, found):
+            if likely:
                 return min(likely, key=lambda each: each.num_running), "continued"
             if found.is_next_after(known[0].state):
                 changed = [each for each in known if each.exact == found.exact]

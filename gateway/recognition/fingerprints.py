@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from heapq import nsmallest
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
@@ -42,12 +43,14 @@ _BILLING = "x-anthropic-billing-header"
 # Digits of instructions may differ in each call of one agent: the time, the date, a counter.
 _DIGITS = b"0123456789"
 _INSTRUCTING = ("system", "developer")
-# An answer of so many characters is known by its text alone. Chosen: no two answers of this length are alike by chance.
+# A text of so many characters is known by itself. Chosen: no two texts of this length are alike by chance, as "Done." and "Go on." are.
 LONG_CHARS = 100
 # The latest answers of a call that may be a conversation's last one. Chosen: clients put a canned exchange or two behind it.
 MAX_ANSWERS = 8
-# Ids that some models count up (`functions.bash:3`): they are alike in all conversations.
-_COUNTED_ID = re.compile(r":\d+$")
+# Ids of an answer by which it is known. Chosen: agents call a dozen tools at once, and a client may say that there were a million.
+MAX_IDS = 16
+# Ids that models and clients count up (`functions.bash:3`, `call_1`): they are alike in all conversations.
+_COUNTED_ID = re.compile(r"(?:^[A-Za-z]*|[^0-9A-Za-z])[0-9]{1,6}$")
 # Bytes of a piece of a plain prompt. Chosen: shorter prompts than this begin alike by chance.
 PIECE_BYTES = 1024
 
@@ -66,15 +69,22 @@ class Answer:
     def is_like(self, other: Answer) -> bool:
         """Return whether two answers may be the same one: a call of a tool in common decides, then the text; both, where the ids are counted."""
         common = self.tool_ids & other.tool_ids
-        if any(not _COUNTED_ID.search(each) for each in common):
+        if any(map(_is_own, common)):
             return True
         return bool(common) == bool(self.tool_ids or other.tool_ids) and self.text == other.text
 
     @property
     def own(self) -> tuple[bytes, ...]:
-        """Marks that no other answer has: the ids of its calls of tools, or a long text."""
-        ids = tuple(each.encode() for each in self.tool_ids if not _COUNTED_ID.search(each))
-        return ids or ((self.text,) if self.is_long else ())
+        """Hashes of marks that no other answer has: of the ids of its calls of tools; of an answer that calls none, of a long text."""
+        ids = nsmallest(MAX_IDS, filter(_is_own, self.tool_ids))
+        return tuple(_hash(each.encode("utf-8", "replace")) for each in ids) or (
+            (self.text,) if self.is_long and not self.tool_ids else ()
+        )
+
+    @property
+    def has_counted_ids_alone(self) -> bool:
+        """Whether it calls tools under ids that other answers have, too, so that its calls may be others than those of an answer that is like it."""
+        return bool(self.tool_ids) and not any(map(_is_own, self.tool_ids))
 
     def anchors(self, opening: bytes, before: Before, *, is_last: bool = True) -> tuple[bytes, ...]:
         """Return hashes under which the conversation that got this answer is found, whatever became of its earlier history.
@@ -89,15 +99,15 @@ class Answer:
         if not self.tool_ids and not self.text:
             return ()
         marks = _json(sorted(self.tool_ids)) + self.text
-        followed = (*before.answer, before.question) if is_last else before.answer
+        followed = (*before.answer, *before.question) if is_last else before.answer
         return tuple(_hash(opening + each + marks) for each in followed)
 
 
 class Before(NamedTuple):
-    """What an answer follows: the marks of the answer before that no other one has, and a hash of the last step."""
+    """What an answer follows, as far as no other conversation has it: marks of the answer before, and a hash of the last step."""
 
     answer: tuple[bytes, ...] = ()
-    question: bytes = b""
+    question: tuple[bytes, ...] = ()
 
 
 NOTHING = Before()
@@ -290,7 +300,24 @@ def _answers(steps: Sequence[Any], end: int) -> Iterator[tuple[int, int]]:
 def _before(steps: Sequence[Any], end: int) -> Before:
     """Return what an answer at this place follows."""
     begun, ended = next(_answers(steps, end), (0, 0))
-    return Before(answer_of(steps[begun:ended]).own, _hash(_json(_plain(steps[end - 1]))) if end else b"")
+    question = (_hash(_json(_plain(steps[end - 1]))),) if end and _has_own_marks(steps[end - 1]) else ()
+    return Before(answer_of(steps[begun:ended]).own, question)
+
+
+def _is_own(tool_id: Any) -> bool:
+    """Return whether no other conversation has this id of a call."""
+    return isinstance(tool_id, str) and bool(tool_id) and not _COUNTED_ID.search(tool_id)
+
+
+def _has_own_marks(step: Any) -> bool:
+    """Return whether no other conversation has this question or result of a tool: by its call's id, or because its text is long."""
+    if not isinstance(step, dict):
+        return False
+    content = step.get("content", step.get("output"))
+    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    ids = [step.get("tool_call_id"), step.get("call_id"), *(part.get("tool_use_id") for part in parts)]
+    texts = [content, *(part.get(name) for part in parts for name in ("text", "content"))]
+    return any(map(_is_own, ids)) or sum(len(text) for text in texts if isinstance(text, str)) >= LONG_CHARS
 
 
 def _is_instructing(step: Any) -> bool:

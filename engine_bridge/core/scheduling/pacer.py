@@ -16,10 +16,17 @@ Progress = tuple[str, int, int]
 
 
 class StepBounds(Struct, frozen=True, gc=False):
-    """The bounds of a step. num_tokens: of the whole step. chunk_tokens: of each prompt under way at most; None: no bound but the step's."""
+    """The bounds of a step.
+
+    Attributes:
+        num_tokens: of the whole step.
+        chunk_tokens: of each prompt under way at most; None: no bound but the step's.
+        num_long: prompts under way that have so many tokens left or more.
+    """
 
     num_tokens: int
     chunk_tokens: int | None
+    num_long: int = 1
 
 
 @dataclass(slots=True)
@@ -60,8 +67,9 @@ class Pacer:
         """
         num_decodes = max(num_running - len(step.under_way), 0)
         num_tokens = min(step.prefill_tokens + num_decodes, self.most_tokens)
-        chunk_tokens = None
         if step.under_way and (num_decodes or num_starting_tokens):
             starting = min(num_starting_tokens, step.starting_tokens)
             chunk_tokens = step.chunk_tokens(num_tokens - num_decodes - starting)
-        return StepBounds(num_tokens, chunk_tokens)
+            num_long = sum(left >= chunk_tokens for left in step.under_way)
+            return StepBounds(num_tokens, chunk_tokens, num_long)
+        return StepBounds(num_tokens, None)

@@ -69,15 +69,17 @@ class Pace:
         num_tokens = min(bounds.num_tokens + num_drafts, self._most_tokens)
         # Beside the tokens of the requests that run there may be no room for a whole block, of which vLLM computes no part if it fits into a step.
         num_running_tokens = len(scheduler.running) * (1 + scheduler.num_spec_tokens)
-        num_too_many = 0
         if num_running_tokens < block_tokens - 1 < num_tokens < block_tokens + num_running_tokens:
-            num_too_many = num_tokens - (block_tokens - 1)
-        scheduler.max_num_scheduled_tokens = num_tokens - num_too_many
+            num_tokens = block_tokens - 1
+        scheduler.max_num_scheduled_tokens = num_tokens
         scheduler.adaptive_long_prefill_threshold = False  # it would raise the bound
         chunk_tokens = self._threshold
         if bounds.chunk_tokens is not None:
-            # vLLM holds all requests that run to it, so an answer's token and its drafts must fit in.
-            chunk_tokens = max(bounds.chunk_tokens - num_too_many, 1 + scheduler.num_spec_tokens)
+            # Where the step holds fewer, long prompts have that much less, for drafts are behind them. vLLM holds all requests that run to this
+            # bound, so an answer's token and its drafts must fit in.
+            num_too_many = bounds.num_tokens + num_drafts - num_tokens
+            chunk_tokens = bounds.chunk_tokens - math.ceil(num_too_many / bounds.num_long)
+            chunk_tokens = max(chunk_tokens, 1 + scheduler.num_spec_tokens)
         scheduler.scheduler_config.long_prefill_token_threshold = chunk_tokens
 
     def decode_s(self, num_requests: int, num_tokens: int) -> float:

@@ -126,6 +126,19 @@ def test_drafts_take_nothing_from_prompts(drafts: Sequence[int], bound: int) -> 
     assert engine.max_num_scheduled_tokens == bound
 
 
+@pytest.mark.parametrize("num_long", [1, 3])
+def test_prompts_leave_drafts_their_room_where_the_step_is_full(num_long: int) -> None:
+    """64 answers with four drafts each take 320 of 2,048 tokens. Behind prompts that took the rest, the last of them would stand still."""
+    nothing: Any = None
+    engine = scheduler()
+    with_drafts(engine, *(4,) * 64)
+    share = (2048 - 64) // num_long
+    Pace(engine, nothing, nothing, 0.0).set_bounds(StepBounds(2048, share, num_long))
+    found = engine.scheduler_config.long_prefill_token_threshold
+    assert found == share - -(-256 // num_long)
+    assert num_long * found + 64 * 5 <= 2048
+
+
 def test_no_part_of_a_prompt_is_so_short_that_an_answers_drafts_are_cut() -> None:
     nothing: Any = None
     engine = scheduler()

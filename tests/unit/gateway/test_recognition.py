@@ -10,7 +10,7 @@ import pytest
 
 from gateway.advisories.advisories import BURST, AdvisoryRequest
 from gateway.recognition.conversations import MAX_OF_ONE, Conversation, Conversations
-from gateway.recognition.fingerprints import PIECE_BYTES, ends_with_results, fingerprint, marks
+from gateway.recognition.fingerprints import MAX_IDS, PIECE_BYTES, ends_with_results, fingerprint, marks
 from gateway.recognition.recognition import Recognition, SessionCall
 from gateway.recognition.session_names import UNNAMED, SessionName, session_name
 from gateway.recognition.tool_pauses import PUBLISHED, ToolPauses
@@ -19,6 +19,11 @@ from gateway.turns.replies import AnswerReader
 from .parts import Parts, settled
 
 SYSTEM = {"role": "system", "content": "You mend programs."}
+
+
+LONG = (
+    "The lock of the door has to be mended before the evening comes, and the window, too, and then the roof."
+)
 
 
 def user(text: str) -> dict[str, Any]:
@@ -60,10 +65,10 @@ class Client:
 def test_a_loop_with_tools_is_one_session() -> None:
     client, history, sessions = Client(Conversations()), [SYSTEM, user("mend it")], set()
     for turn in range(12):
-        conversation, how = client.ask(list(history), called(f"call-{turn}"))
+        conversation, how = client.ask(list(history), called(f"call-{turn}-f3a9"))
         assert how == ("continued" if turn else "new")
         sessions.add(conversation.session_id)
-        history += [called(f"call-{turn}"), result(f"call-{turn}")]
+        history += [called(f"call-{turn}-f3a9"), result(f"call-{turn}-f3a9")]
     assert len(sessions) == 1
 
 
@@ -135,15 +140,15 @@ TRANSFORMED = [cut_short, middle_edited, latest_only, timed, results_alone]
 def test_a_loop_whose_client_changes_its_history_is_one_session(change: Any) -> None:
     client, history, sessions = Client(Conversations()), [SYSTEM, user("mend it")], set()
     for turn in range(8):
-        sessions.add(client.ask(change(list(history)), called(f"call-{turn}"))[0].session_id)
-        history += [called(f"call-{turn}"), result(f"call-{turn}", f"line {turn}")]
+        sessions.add(client.ask(change(list(history)), called(f"call-{turn}-f3a9"))[0].session_id)
+        history += [called(f"call-{turn}-f3a9"), result(f"call-{turn}-f3a9", f"line {turn}")]
     assert len(sessions) == 1
 
 
 def test_a_talk_whose_client_sends_the_latest_messages_alone_is_one_session() -> None:
     client, history, sessions = Client(Conversations()), [clock(0)], set()
     for turn in range(8):
-        history.append(user(f"question {turn}"))
+        history.append(user(f"{LONG} Part {turn}?"))
         sent = [clock(turn), *history[-3:]] if turn else history
         sessions.add(client.ask(sent, said("Yes."))[0].session_id)
         history.append(said("Yes."))
@@ -153,8 +158,11 @@ def test_a_talk_whose_client_sends_the_latest_messages_alone_is_one_session() ->
 def test_a_talk_with_tools_whose_results_are_cut_later_is_one_session() -> None:
     client, history, sessions = Client(Conversations()), [SYSTEM], set()
     for turn in range(4):
-        call = called(f"call-{turn}")
-        for asked, answer in ((user(f"part {turn}"), call), (result(f"call-{turn}", "line"), said("Done."))):
+        call = called(f"call-{turn}-f3a9")
+        for asked, answer in (
+            (user(f"part {turn}"), call),
+            (result(f"call-{turn}-f3a9", "line"), said("Done.")),
+        ):
             history.append(asked)
             sessions.add(client.ask(cut_short(history), answer)[0].session_id)
             history.append(answer)
@@ -209,7 +217,7 @@ def test_a_loop_whose_model_counts_its_ids_is_known_by_its_questions() -> None:
     for turn in range(6):
         call = called(f"functions.bash:{turn}")
         sessions.add(client.ask(latest_only(history), call)[0].session_id)
-        history += [call, result(f"functions.bash:{turn}", f"line {turn}")]
+        history += [call, result(f"functions.bash:{turn}", f"{LONG} {turn}")]
     assert len(sessions) == 1
 
 
@@ -227,6 +235,46 @@ def test_two_conversations_with_the_same_last_answer_are_not_joined() -> None:
     alike = [client.ask([SYSTEM, user("f")], each)[0] for each in told]
     later = [client.ask([SYSTEM, user("f"), each, result("functions.bash:0")], said("g"))[0] for each in told]
     assert later == alike
+
+
+def test_agents_whose_calls_of_tools_have_equal_ids_stay_apart() -> None:
+    """All of them were asked the same, and only the arguments tell their answers apart."""
+    for call_id in ("functions.bash:0", "call_1"):
+        client, calls = Client(Conversations()), [called(call_id), called(call_id)]
+        calls[1]["tool_calls"][0]["function"]["arguments"] = '{"path": "b"}'
+        known = [client.ask([SYSTEM, user("mend it")], each)[0] for each in calls]
+        shown = [[SYSTEM, user("mend it"), each, result(call_id)] for each in calls]
+        later = [client.ask(each, called("functions.bash:1"))[0] for each in reversed(shown)]
+        assert len({each.session_id for each in (*known, *later)}) == 4
+        again = [
+            client.ask([*each, called("functions.bash:1"), result("functions.bash:1")], said("Mended."))[0]
+            for each in reversed(shown)
+        ]
+        assert again == later
+
+
+@pytest.mark.parametrize("call_id", ["call_1", "functions.bash:3", "7"])
+def test_few_words_after_few_words_or_after_a_counted_call_join_nothing(call_id: str) -> None:
+    """As after a start of the gateway anew: the other conversation is unknown here, and this one has answered the same."""
+    client = Client(Conversations())
+    client.ask([SYSTEM, user("mend it"), called(call_id), result(call_id)], said("Done."))
+    client.ask([SYSTEM, user("paint it"), said("Which colour?"), user("Go on.")], said("Done."))
+    other = [SYSTEM, user("sell it"), called(call_id), result(call_id), said("Done."), user("Go on.")]
+    assert client.ask(other, said("Done."))[1] == "new"
+    third = [SYSTEM, user("buy it"), said("Which one?"), user("Go on."), said("Done."), user("Go on.")]
+    assert client.ask(third, said("Done."))[1] == "new"
+    canned = called(call_id) | {"content": LONG}
+    client.ask([SYSTEM, user("lock it")], canned)
+    assert client.ask([SYSTEM, user("open it"), canned, result(call_id)], said("Done."))[1] == "new"
+
+
+def test_little_is_kept_of_a_call_that_is_large() -> None:
+    client = Client(Conversations())
+    ids = [f"call-{number}-{LONG}" for number in range(1000)]
+    many = called("x") | {"tool_calls": [called(each)["tool_calls"][0] for each in ids]}
+    kept, _ = client.ask([SYSTEM, user("mend it"), many, result(ids[0])], said("Done."))
+    assert 0 < len(kept.anchors) <= MAX_IDS + 1
+    assert sum(map(len, kept.before.answer)) <= 16 * MAX_IDS
 
 
 def test_a_call_that_failed_may_be_tried_again_with_another_history() -> None:
