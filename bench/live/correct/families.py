@@ -339,6 +339,14 @@ FAMILIES = (
         kv_token_bytes=NUM_LAYERS * (512 + 64) * 4,
     ),
     Family(
+        "ernie4.5-experts",  # chosen with a bias that does not weigh them
+        "Ernie4_5_MoeConfig",
+        _SIZES
+        | {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_intermediate_size": 64}
+        | {"moe_layer_start_index": 1, "moe_layer_end_index": 3},
+        adapted=("q_proj", "k_proj", "v_proj", "o_proj"),
+    ),
+    Family(
         "dots1",  # vLLM runs transformers' class, whose adapters change what stands beside the experts, too
         "Dots1Config",
         _WITH_HEAD_DIM

@@ -7,10 +7,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine_bridge.driver.corrections import bad_words, draft_settings, gated_delta, mamba2, rotary, seeds
+from engine_bridge.driver.corrections import (
+    bad_words,
+    draft_settings,
+    expert_routing,
+    gated_delta,
+    mamba2,
+    rotary,
+    seeds,
+)
 from engine_bridge.driver.vllm_api.features import (
     BAD_WORDS,
     DRAFT_SETTINGS,
+    EXPERT_ROUTING,
     GATED_DELTA,
     MAMBA2,
     ROTARY,
@@ -18,7 +27,13 @@ from engine_bridge.driver.vllm_api.features import (
 )
 from engine_bridge.driver.vllm_api.start import Off
 
-_ON_CPU = {DRAFT_SETTINGS: draft_settings, ROTARY: rotary, MAMBA2: mamba2, GATED_DELTA: gated_delta}
+_ON_CPU = {
+    DRAFT_SETTINGS: draft_settings,
+    ROTARY: rotary,
+    MAMBA2: mamba2,
+    GATED_DELTA: gated_delta,
+    EXPERT_ROUTING: expert_routing,
+}
 
 
 def install(off: Off, *, on_cpu: bool, has_adapters: bool) -> None:

@@ -98,6 +98,11 @@ GATED_DELTA = Feature(
     "with gated delta nets a prompt of one token ends the answers of all requests",
     device="cpu",
 )
+EXPERT_ROUTING = Feature(
+    "choice of experts on a CPU",
+    "models that choose experts with a bias write wrong answers on a CPU, and those that do by sigmoids do not start",
+    device="cpu",
+)
 SEEDS = Feature(
     "seeds on a CPU",
     "a request with a seed whose prompt takes several steps ends the answers of all requests",

@@ -172,10 +172,14 @@ vllm.v1.sample.rejection_sampler DRAFT_SETTINGS
     look up in apply_sampling_constraints: expand_batch_to_tokens
 vllm._custom_ops ROTARY
     replace rotary_embedding
-vllm._custom_ops GATED_DELTA
-    replace causal_conv1d_fwd_cpu(x, *args, **kwargs)
+    CUDA_COPIES: call swap_blocks_batch(src_ptrs, dst_ptrs, sizes)
+    GATED_DELTA: replace causal_conv1d_fwd_cpu(x, *args, **kwargs)
 vllm.model_executor.layers.mamba.mamba_mixer2:MambaMixer2 MAMBA2
     replace get_kv_cache_spec(vllm_config)
+vllm.model_executor.layers.fused_moe.router.cpu_router:CPURouter EXPERT_ROUTING
+    replace __init__(top_k, global_num_experts, use_grouped_topk=False, num_expert_group=None, topk_group=None, renormalize=True,
+        scoring_func="softmax", routed_scaling_factor=1.0, e_score_correction_bias=None, custom_routing_function=None, hash_indices_table=None,
+        eplb_state=None)
 vllm.v1.worker.gpu_model_runner:GPUModelRunner SEEDS at engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     read input_batch discard_request_mask
     replace sample_tokens(grammar_output)
@@ -308,8 +312,6 @@ vllm.v1.kv_cache_interface:MambaSpec KV_TIERS
     read mamba_cache_mode num_speculative_blocks page_size_bytes shapes dtypes num_prefill_checkpoint_blocks prefill_checkpoint_alignment
 vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs KV_TIERS
     read kv_cache_specs
-vllm._custom_ops CUDA_COPIES
-    call swap_blocks_batch(src_ptrs, dst_ptrs, sizes)
 vllm.distributed.device_communicators.cuda_wrapper:CudaRTLibrary CUDA_COPIES
     call __init__() cudaHostRegister(ptr, size) cudaHostUnregister(ptr) cudaGetLastError()
 vllm.v1.core.kv_cache_utils KV_TIERS
