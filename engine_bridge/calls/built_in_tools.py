@@ -85,28 +85,16 @@ def _schema(*required: str, **properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(required)}
 
 
-_EDITING = _schema(
-    "command",
-    "path",
-    command={"type": "string", "enum": ["view", "create", "str_replace", "insert"]},
-    path=_TEXT,
-    file_text=_TEXT,
-    old_str=_TEXT,
-    new_str=_TEXT,
-    insert_line=_NUMBER,
-    insert_text=_TEXT,
-    view_range=_RANGE,
-)
-_REMEMBERING = _schema(
-    "command",
-    command={"type": "string", "enum": ["view", "create", "str_replace", "insert", "delete", "rename"]},
-    path=_TEXT,
-    file_text=_TEXT,
-    old_str=_TEXT,
-    new_str=_TEXT,
-    insert_line=_NUMBER,
-    insert_text=_TEXT,
-    view_range=_RANGE,
+def _files_schema(*commands: str, required: tuple[str, ...], **properties: Any) -> dict[str, Any]:
+    editing: dict[str, Any] = dict.fromkeys(("path", "file_text", "old_str", "new_str", "insert_text"), _TEXT)
+    editing |= {"insert_line": _NUMBER, "view_range": _RANGE} | properties
+    return _schema(*required, command={"type": "string", "enum": list(commands)}, **editing)
+
+
+_EDITING = _files_schema("view", "create", "str_replace", "insert", required=("command", "path"))
+_REMEMBERING = _files_schema(
+    *("view", "create", "str_replace", "insert", "delete", "rename"),
+    required=("command",),
     old_path=_TEXT,
     new_path=_TEXT,
 )
