@@ -33,6 +33,7 @@ class ExpectedSession:
         entries: the blocks of the longest prefix of it that is to be brought up, of `num_tokens`.
         lacking: blocks that did not come, though they were to be had.
         first: the block at which its stage, a piece of the prefix, begins.
+        is_likely: whether it is likelier to come than not.
         limit: blocks that the tiers or the device hold.
         is_known: whether the tiers were asked which of its blocks they hold.
         is_ahead: whether the stage lies behind blocks that the device lacks, and is only to be in host memory.
@@ -67,6 +68,7 @@ class ExpectedSession:
         self.num_tokens = self.num_content_tokens = 0
         self.lacking: set[BlockKey] = set()
         self.limit, self.is_known = 0, False
+        self.is_likely = True
         self.num_on_device = 0
         self.is_ahead = False
         self.num_hosted = 0

@@ -21,7 +21,7 @@ from engine_bridge.core.kv.expected import ExpectedSession, Hashes, Memory, OnCh
 from engine_bridge.core.kv.guess_worth import GuessWorth
 from engine_bridge.core.kv.tier_store import TierStore, block_key, peer_to_ask
 from engine_bridge.policy.kv.copy_share import WorkShare
-from engine_bridge.policy.kv.guesses import Target, due_s, plan
+from engine_bridge.policy.kv.guesses import GuessFacts, Target, due_s, plan
 from engine_bridge.policy.kv.kv_layout import Entry, Held, KvLayout
 from engine_bridge.protocol.node import Advisory, AdvisoryState
 from kvtiers.blocks import Stage, StageProgress, count_while
@@ -117,7 +117,7 @@ class Promotions:
             guess.report("unknown")
             return
         self._guesses[advisory.advisory_id] = self._expected[whose] = guess
-        self._store.expect(advisory.session_id, guess.arrival_s or now, tenant=advisory.tenant)
+        self._tell_host(guess, self._worth.facts(guess, now))
         self._has_news = True
         self._order.disturb()  # its blocks on the device lie among blocks of unexpected sessions
         guess.report("staging")
@@ -251,6 +251,9 @@ class Promotions:
         if self._order.has_lost():
             self._look_from_s = now
         facts = [self._worth.facts(guess, now) for guess in self._guesses.values()]
+        for guess, each in zip(self._guesses.values(), facts, strict=True):
+            if guess.is_likely and not _is_likely(each):
+                self._tell_host(guess, each)
         # Blocks that are being copied, and those before them, are held until they have come.
         num_free = self._num_free_blocks() + self._copying.num_held_blocks
         targets = plan(facts, num_free, self._device.num_blocks, now)
@@ -420,7 +423,8 @@ class Promotions:
             gives_way=True,
         )
         guess.hold(stage, first)
-        self._store.expect(session_id, guess.arrival_s or guess.issued_s, tenant=tenant)
+        if guess.is_likely:
+            self._store.expect(session_id, guess.arrival_s or guess.issued_s, tenant=tenant)
         if num_held and not stage.blocks:
             self._release(guess)
             return False
@@ -453,6 +457,12 @@ class Promotions:
         return peer_to_ask(guess.advisory.kv_from, self._store, block_tokens, seconds)
 
     # -- ends ----------------------------------------------------------------------------------------------------------
+
+    def _tell_host(self, guess: ExpectedSession, facts: GuessFacts) -> None:
+        """Have host memory keep a session's KV longest while its request is likelier to come than not, and no longer."""
+        guess.is_likely = _is_likely(facts)
+        at_s = (guess.arrival_s or guess.issued_s) if guess.is_likely else None
+        self._store.expect(guess.advisory.session_id, at_s, tenant=guess.advisory.tenant)
 
     def _finish(self, guess: ExpectedSession, state: AdvisoryState) -> None:
         """Give up the host memory held for a guess that has come as far up as it may.
@@ -503,6 +513,11 @@ def _num_useful(layout: KvLayout, guess: ExpectedSession, hashes: Hashes) -> int
     if layout.is_divisible:
         return common
     return len(guess.entries) if common * layout.hash_tokens >= guess.num_tokens else 0
+
+
+def _is_likely(facts: GuessFacts) -> bool:
+    """Return whether an expected request is likelier to come than not, as long as it has not come by now."""
+    return facts.probability * facts.left > 0.5
 
 
 def _num_staged(guesses: Iterable[ExpectedSession]) -> int:

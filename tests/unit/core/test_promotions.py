@@ -147,6 +147,18 @@ def test_what_waiting_requests_will_take_of_the_device_is_no_room_for_others(ben
     assert bench.num_there("guessed", 60) == 60
 
 
+def test_host_memory_keeps_kv_longest_for_those_who_are_likelier_to_come_than_not(bench: Bench) -> None:
+    bench.expect("often", 200, probability=0.9)  # more than the device has room for
+    bench.expect("seldom", 8, probability=0.5)
+    issued_s = bench.now
+    bench.settle()
+    assert bench.shelf.expected == {("", "often"): issued_s, ("", "seldom"): None}
+    bench.now += 600
+    bench.promotions.staged()
+    bench.settle()
+    assert bench.shelf.expected == {("", "often"): None, ("", "seldom"): None}
+
+
 @pytest.mark.parametrize("needs", ["disk", "host memory"])
 def test_nothing_is_read_for_others_while_requests_wait_for_it(bench: Bench, needs: str) -> None:
     bench.shelf.put(keys_of("asked", 4), on_disk=True)
