@@ -226,7 +226,7 @@ class EmulatedNode:
         it. probability: that it comes.
         """
         if self.scheduling is not None:
-            self.scheduling.announced(session, lifetime_s)
+            self.scheduling.announced(session, lifetime_s, probability)
         if self.tiers is None:
             return ""
         self.wake()

@@ -252,7 +252,7 @@ class Promotions:
             self._look_from_s = now
         facts = [self._worth.facts(guess, now) for guess in self._guesses.values()]
         for guess, each in zip(self._guesses.values(), facts, strict=True):
-            if guess.is_likely and not _is_likely(each):
+            if guess.is_likely and not each.is_likely:
                 self._tell_host(guess, each)
         # Blocks that are being copied, and those before them, are held until they have come.
         num_free = self._num_free_blocks() + self._copying.num_held_blocks
@@ -460,7 +460,7 @@ class Promotions:
 
     def _tell_host(self, guess: ExpectedSession, facts: GuessFacts) -> None:
         """Have host memory keep a session's KV longest while its request is likelier to come than not, and no longer."""
-        guess.is_likely = _is_likely(facts)
+        guess.is_likely = facts.is_likely
         at_s = (guess.arrival_s or guess.issued_s) if guess.is_likely else None
         self._store.expect(guess.advisory.session_id, at_s, tenant=guess.advisory.tenant)
 
@@ -513,11 +513,6 @@ def _num_useful(layout: KvLayout, guess: ExpectedSession, hashes: Hashes) -> int
     if layout.is_divisible:
         return common
     return len(guess.entries) if common * layout.hash_tokens >= guess.num_tokens else 0
-
-
-def _is_likely(facts: GuessFacts) -> bool:
-    """Return whether an expected request is likelier to come than not, as long as it has not come by now."""
-    return facts.probability * facts.left > 0.5
 
 
 def _num_staged(guesses: Iterable[ExpectedSession]) -> int:

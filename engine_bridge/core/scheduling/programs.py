@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from engine_bridge.policy.kv.guesses import LIKELY
 from engine_bridge.policy.scheduling.queue_policy import Waiting
 
 # Tokens of all programs inside together: as a share of the device's, since some are always away with their tools, and as a share of the device's
@@ -188,10 +189,10 @@ class Programs:
             self._active_tokens -= program.num_tokens
             program.left_s = now
 
-    def announced(self, name: str, until_s: float, now: float) -> None:
-        """Note that a program comes back, by this time if at all. A program outside is ignored."""
+    def announced(self, name: str, until_s: float, now: float, probability: float = 1.0) -> None:
+        """Note that a program comes back, by this time if at all: its place is kept if that is likely. A program outside is ignored."""
         program = self._inside.get(name)
-        if program is not None:
+        if program is not None and probability > LIKELY:
             program.until_s = min(until_s, now + ANNOUNCED_AT_MOST_S)
 
     def _has_share(self, tenant: str, num_tokens: int) -> bool:

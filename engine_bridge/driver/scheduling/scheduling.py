@@ -235,10 +235,10 @@ class Scheduling:
         self.dispatcher.ended(request_id, num_output, is_finished, self._clock())
         self._requests.pop(request_id, None)
 
-    def announced(self, program: str, lifetime_s: float) -> None:
-        """Note that a program comes back within this time, if at all: meanwhile its place is kept."""
+    def announced(self, program: str, lifetime_s: float, probability: float) -> None:
+        """Note that a program comes back within this time, if at all, with this probability: see `Programs.announced`."""
         now = self._clock()
-        self.dispatcher.programs.announced(program, now + lifetime_s, now)
+        self.dispatcher.programs.announced(program, now + lifetime_s, now, probability)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 

@@ -67,9 +67,8 @@ async def advise(
             loop.call_soon_threadsafe(on_change, told)
 
         if driver.scheduling is not None:
-            driver.scheduling.announced(
-                session_key(advisory.tenant, advisory.session_id), advisory.lifetime_s
-            )
+            program = session_key(advisory.tenant, advisory.session_id)
+            driver.scheduling.announced(program, advisory.lifetime_s, advisory.probability)
         driver.promoter.advise(advisory, hashes, salt, report)
 
     thread.submit(begin)

@@ -21,6 +21,8 @@ MIN_LEAD_S = 2.0
 LEAD_COPIES = 4.0
 # The share of the device's blocks that guesses never take, so that recently used KV keeps some room. Chosen.
 MARGIN_SHARE = 0.05
+# An announced request that is no likelier to come than this keeps nobody else's KV out of host memory, and no other program of an agent waiting.
+LIKELY = 0.5
 # The share of the device's blocks that the pins of one tenant may take together. Chosen: four tenants that pin all they may leave room for requests.
 PIN_SHARE = 0.2
 
@@ -54,6 +56,11 @@ class GuessFacts(Struct, frozen=True, kw_only=True):
     is_divisible: bool = True
     is_pin: bool = False
     is_ordered: bool = False
+
+    @property
+    def is_likely(self) -> bool:
+        """Whether its request is likelier to come than not, as long as it has not come by now."""
+        return self.probability * self.left > LIKELY
 
 
 class Target(Struct, frozen=True):

@@ -51,16 +51,21 @@ def full() -> Programs:
 
 
 @pytest.mark.parametrize(
-    ("announced_s", "kept_until_s"),
-    [(None, 1.0 + UNANNOUNCED_S), (9.0, 9.0), (3600.0, 1.0 + ANNOUNCED_AT_MOST_S)],
-    ids=["not announced", "announced", "for a minute at most"],
+    ("announced_s", "probability", "kept_until_s"),
+    [
+        (None, 0.0, 1.0 + UNANNOUNCED_S),
+        (9.0, 0.95, 9.0),
+        (9.0, 0.5, 1.0 + UNANNOUNCED_S),
+        (3600.0, 1.0, 1.0 + ANNOUNCED_AT_MOST_S),
+    ],
+    ids=["not announced", "announced", "no likelier than not", "for a minute at most"],
 )
 def test_no_more_programs_are_let_in_than_the_device_holds_with_those_that_come_back(
-    full: Programs, announced_s: float | None, kept_until_s: float
+    full: Programs, announced_s: float | None, probability: float, kept_until_s: float
 ) -> None:
     full.ended("a0", 400, 1.0)
     if announced_s is not None:
-        full.announced("/a", announced_s, 1.0)
+        full.announced("/a", announced_s, 1.0, probability)
     assert not begin(full, "c", kept_until_s - 0.2) and "c0" in full, "it may come back"
     assert not full.may_start("c0", kept_until_s)
     assert full.may_start("c0", kept_until_s + 0.1) and "c0" not in full, "it did not"
