@@ -169,7 +169,6 @@ class DiskLog:
             self._contents.held.update(alive)
         self._contents.used_s = dict.fromkeys(self._contents.held, self._now())
         self._contents.counts.num_torn += sum(scan.is_torn for scan in scans)
-        self._contents.counts.num_foreign += sum(scan.is_foreign for scan in scans)
         self._contents.counts.num_read_errors += sum(scan.has_failed for scan in scans)
 
     def _take_claim(self) -> None:

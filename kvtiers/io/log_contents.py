@@ -24,7 +24,6 @@ class Counts(Struct, kw_only=True):
     Attributes:
         num_corrupt: blocks whose bytes were wrong.
         num_torn: segments whose last record is incomplete, as a killed process leaves them.
-        num_foreign: segments of another namespace or format.
         num_refused: appends given up because of their size, because all segments were being read, or soon after a write error.
         num_unwritten: the blocks of refused appends.
         num_evicted: blocks dropped to make room.
@@ -35,7 +34,6 @@ class Counts(Struct, kw_only=True):
     bytes_read: int = 0
     num_corrupt: int = 0
     num_torn: int = 0
-    num_foreign: int = 0
     num_read_errors: int = 0
     num_write_errors: int = 0
     num_refused: int = 0

@@ -29,10 +29,9 @@ HEAD_READ_BYTES = 4096
 
 
 class SegmentScan(Struct):
-    """The whole records of one segment file, in the order of the file.
+    """The whole records of one segment file, in the order of the file; none of one that has another namespace or format.
 
     Attributes:
-        is_foreign: whether it is of another namespace or format, or no segment at all; its records were not read.
         is_torn: whether bytes after the last whole record are no record.
         has_failed: whether the disk gave an error, where `records` then ends.
     """
@@ -41,7 +40,6 @@ class SegmentScan(Struct):
     path: Path
     num_bytes: int
     records: list[tuple[RecordPlace, list[BlockKey]]]
-    is_foreign: bool = False
     is_torn: bool = False
     has_failed: bool = False
 
@@ -106,10 +104,10 @@ def scan_segment(
     try:
         scan.num_bytes = files.size(fd)
         found = decode_segment_header(read_up_to(files, fd, SEGMENT_HEADER_BYTES, 0))
-        scan.is_foreign = found is None or fingerprint not in (None, found)
-        if not scan.is_foreign:
+        is_foreign = found is None or fingerprint not in (None, found)
+        if not is_foreign:
             _scan_records(files, fd, scan, shape)
-        if scan.is_foreign or scan.is_torn:
+        if is_foreign or scan.is_torn:
             scan.num_bytes = _bytes_taken(os.fstat(fd))
     except OSError:
         scan.has_failed = True
