@@ -95,16 +95,11 @@ class OnlineLengths:
     Args:
         window: answers to train on.
         num_hints: length of each request's `hints`; more are ignored, missing ones count as 0.
-
-    Raises:
-        ValueError: there is no room for answers or keys.
     """
 
     def __init__(
         self, *, window: int = WINDOW, num_hints: int = 0, max_keys: int = MAX_KEYS, seed: int = 0
     ) -> None:
-        if window < 1 or num_hints < 0 or max_keys < 1:
-            raise ValueError("a predictor needs room for answers and keys")
         self._num_hints = num_hints
         self._rows: deque[tuple[float, ...]] = deque(maxlen=window)  # features, then the length's logarithm
         self._histories = {name: Keyed(max_keys, most) for name, (most, _) in HISTORIES.items()}

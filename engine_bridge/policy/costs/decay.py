@@ -9,14 +9,9 @@ class FadingRate:
     """Amounts per second over a window without an edge: an amount counts half after `half_life_s`.
 
     Over the first half-lives the sum is divided by the time since the first amount, at least a second.
-
-    Raises:
-        ValueError: the half-life is not positive.
     """
 
     def __init__(self, half_life_s: float) -> None:
-        if half_life_s <= 0:
-            raise ValueError("a half-life is positive")
         self._mean_life_s = half_life_s / math.log(2)
         self._sum = 0.0
         self._at_s: float | None = None
@@ -48,14 +43,9 @@ class FadingShare:
 
     Each trial counts half after `half_life_s`; `num_assumed` successes are assumed beside them, so that it is 1 before the first trial and again
     long after the last one.
-
-    Raises:
-        ValueError: the half-life or `num_assumed` is not positive.
     """
 
     def __init__(self, half_life_s: float, num_assumed: float) -> None:
-        if num_assumed <= 0:
-            raise ValueError("the share before the first trial is of something")
         self._good, self._all = FadingRate(half_life_s), FadingRate(half_life_s)
         self._num_assumed = num_assumed
 

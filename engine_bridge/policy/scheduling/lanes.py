@@ -31,10 +31,8 @@ class Lanes:
 
     @classmethod
     def around(cls, centroids: Sequence[float]) -> Lanes:
-        """Return lanes with boundaries at the midpoints of neighbours; equal centroids make one lane. Raises ValueError if there are none."""
+        """Return lanes with boundaries at the midpoints of neighbours; equal centroids make one lane. centroids: at least one."""
         rising = sorted(set(centroids))
-        if not rising:
-            raise ValueError("lanes need a centroid")
         return cls(tuple(rising), tuple((low + high) / 2 for low, high in pairwise(rising)))
 
     @property
@@ -106,14 +104,12 @@ def _within(ordered: Sequence[float], lanes: Lanes) -> float:
 def exact_centroids(sizes: Sequence[float], num_clusters: int) -> list[float]:
     """Return the centroids of the optimal clustering, rising: fewer than asked for where fewer sizes differ.
 
-    Windows longer than `MAX_SAMPLE` are represented by that number of quantiles. Raises ValueError if there are no sizes or no clusters.
+    Windows longer than `MAX_SAMPLE` are represented by that number of quantiles. sizes: at least one. num_clusters: at least 1.
 
     Source: Wang & Song, Ckmeans.1d.dp, The R Journal 3/2, 2011: clusters of sorted numbers are intervals, so dynamic programming finds the
     optimum, and the same one each time, which Lloyd's K-means with its random start does not. The divide and conquer is theirs of 2016:
     the best place for the last cut never moves back as the interval grows.
     """
-    if not sizes or num_clusters < 1:
-        raise ValueError("clusters need sizes, and at least one is asked for")
     points = _quantiles(sorted(sizes), MAX_SAMPLE)
     spread = _Spread(points)
     best = [spread.cost(0, end) for end in range(len(points) + 1)]
