@@ -32,6 +32,7 @@ SIMULATED: dict[str, tuple[str, ...]] = {
     "emulated-order": ("order",),
     "emulated-scarce": ("scarce",),
     "emulated-urgent": ("urgent",),
+    "emulated-agents": ("agents", "--quick"),
     "emulated-adaptercache": ("adapter_cache",),
     "emulated-followers": ("followers",),
     "emulated-hosttier": ("host_tier",),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from bench.results.__main__ import check, write
+from bench.results.__main__ import SIMULATED, check, write
 from bench.results.claims import (
     CHAMELEON,
     CLAIMS,
@@ -47,6 +47,10 @@ def claim(what: str, aim: float, path: str = "gain", better: str = HIGHER, unit:
 
 
 # -- claims ------------------------------------------------------------------------------------------------------------
+
+
+def test_one_command_renews_every_run_in_virtual_time() -> None:
+    assert SIMULATED.keys() == {name for name in KEPT if name.startswith("emulated-")}
 
 
 def test_every_path_of_a_claim_is_in_a_kept_run_or_names_a_key_of_the_bench() -> None:
