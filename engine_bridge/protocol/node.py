@@ -247,6 +247,11 @@ class AdapterInfo(Struct, frozen=True):
     other_versions: dict[str, str] = {}
 
 
+# An announced request that is no likelier to come than this takes no place from others: neither their KV's in host memory, nor an unused adapter's
+# slot, nor that of another program of an agent. Chosen.
+LIKELY = 0.5
+
+
 class Advisory(Struct, frozen=True, kw_only=True):
     """Word that a request of this session will come. Source: SYMPHONY §3.1, plus the adapter.
 

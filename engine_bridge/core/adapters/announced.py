@@ -7,13 +7,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from engine_bridge.protocol.node import ADVISORY_ENDS, AdvisoryReport
+from engine_bridge.protocol.node import ADVISORY_ENDS, LIKELY, AdvisoryReport
 
 # Where no tier knows the session, its advisory ends at once, and a request for its adapter is expected for this many seconds more. Chosen: the
 # lifetime of advisories that are not renewed.
 EXPECTED_FOR_S = 60.0
-# An adapter displaces unused adapters from slots only if its request is at least this probable. Chosen.
-MIN_PROBABILITY = 0.5
 
 
 @dataclass(slots=True)
@@ -45,7 +43,7 @@ class Announcements:
     def begin(self, advisory_id: str, adapter_id: int, probability: float) -> None:
         """Note that an advisory names this adapter. An advisory that is already known begins anew."""
         self.end(advisory_id)
-        announcement = _Announcement(adapter_id, probability >= MIN_PROBABILITY)
+        announcement = _Announcement(adapter_id, probability > LIKELY)
         self._by_advisory[advisory_id] = announcement
         self._waited_for.setdefault(adapter_id, {})[advisory_id] = announcement
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from engine_bridge.policy.kv.guesses import LIKELY
 from engine_bridge.policy.scheduling.queue_policy import Waiting
+from engine_bridge.protocol.node import LIKELY
 
 # Tokens of all programs inside together: as a share of the device's, since some are always away with their tools, and as a share of the device's
 # and host memory's together, since each holds much that the other has, too. Chosen: `bench.emulated agents`; with a device's share of 1.2 single

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
+from engine_bridge.protocol.node import LIKELY
 from engine_bridge.protocol.urgency import is_urgent
 
 # A guess with an arrival time takes device memory this many seconds before it, or this many times its copy's duration. Chosen.
@@ -21,8 +22,6 @@ MIN_LEAD_S = 2.0
 LEAD_COPIES = 4.0
 # The share of the device's blocks that guesses never take, so that recently used KV keeps some room. Chosen.
 MARGIN_SHARE = 0.05
-# An announced request that is no likelier to come than this keeps nobody else's KV out of host memory, and no other program of an agent waiting.
-LIKELY = 0.5
 # The share of the device's blocks that the pins of one tenant may take together. Chosen: four tenants that pin all they may leave room for requests.
 PIN_SHARE = 0.2
 
