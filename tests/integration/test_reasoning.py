@@ -100,3 +100,18 @@ async def test_a_call_that_is_demanded_is_not_begun_within_the_thought(node: Loc
     form = {"type": "json_schema", "json_schema": {"name": "city", "schema": TOOL["parameters"]}}
     said = await say(node, "My name is Bob.", response_format=form)
     assert said["message"]["reasoning"] and json.loads(said["message"]["content"]) is not None
+
+
+async def test_a_thought_has_both_names_that_clients_look_for(node: LocalNode) -> None:
+    """Half of them read `reasoning_content` alone, the others `reasoning` alone."""
+    said = (await say(node, "My name is Bob.", **OPENED))["message"]
+    assert said["content"] and said["reasoning"] and said["reasoning_content"] == said["reasoning"]
+    body = {"messages": [{"role": "user", "content": "My name is Bob."}], "temperature": 0, "max_tokens": 60}
+    reply: Any = await node.serve("chat", body | OPENED | {"stream": True}, {}, EngineRequest())
+    deltas: list[dict[str, str]] = []
+    async for event in reply.events:
+        if event.startswith(b'data: {"id":'):
+            deltas += [choice["delta"] for choice in json.loads(event[6:])["choices"]]
+    for name in ("reasoning", "reasoning_content", "content"):
+        assert "".join(delta.get(name, "") for delta in deltas) == said[name]
+    assert not any(delta.get("reasoning") and delta.get("content") for delta in deltas)
