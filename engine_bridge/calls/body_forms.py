@@ -18,6 +18,7 @@ from engine_bridge.calls.built_in_tools import (
     with_schema,
     without_hosted,
 )
+from engine_bridge.calls.carried_thoughts import unpacked
 from engine_bridge.protocol.errors import InvalidRequest
 from engine_bridge.protocol.node import Api
 
@@ -270,6 +271,8 @@ def _text_of(part: Any) -> str:
 
 def _reasoning(item: dict[str, Any]) -> dict[str, Any]:
     """Return the model's reasoning, with all of it in one part; what another server has encrypted of it, nobody can read here."""
+    if not item.get("content") and (thought := unpacked(item.get("encrypted_content"))):
+        item = item | {"content": [{"type": "reasoning_text", "text": thought}]}
     joined = {
         name: [{"type": kind, "text": "".join(_text_of(part) for part in item[name])}] if item[name] else []
         for name, kind in (("content", "reasoning_text"), ("summary", "summary_text"))
