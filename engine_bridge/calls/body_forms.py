@@ -30,6 +30,8 @@ _LEAST_TOP_P = 1e-6
 _MIN_BUDGET = 1024
 # Of allowed tools: whether the model may or must call one.
 _MODES = ("auto", "required")
+# Fields of vLLM up to 0.11, and where their values stand in `structured_outputs`. Source: vLLM's "Structured Outputs", on what was removed.
+_GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
 _TEXTS = ("output_text", "input_text", "text", "summary_text", "reasoning_text")
 
 
@@ -102,7 +104,15 @@ def _chat(body: dict[str, Any]) -> dict[str, Any]:
         body = body | {"stream_options": without_nulls(body["stream_options"])}
     if isinstance(body.get("response_format"), dict):
         body = body | {"response_format": _form_of_the_answer(body["response_format"])}
-    return _with_allowed_tools(_without_empty_tools(body))
+    return _with_allowed_tools(_without_empty_tools(_guided(body)))
+
+
+def _guided(body: dict[str, Any]) -> dict[str, Any]:
+    """Return a body whose answer's form stands where vLLM looks for it since 0.12: it passes over the fields from before."""
+    form = {name: body[field] for field, name in _GUIDED.items() if field in body}
+    if not form or "structured_outputs" in body:
+        return body
+    return {name: value for name, value in body.items() if name not in _GUIDED} | {"structured_outputs": form}
 
 
 def _without_empty_tools(body: dict[str, Any]) -> dict[str, Any]:
@@ -192,11 +202,10 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
 
 def _completions(body: dict[str, Any]) -> dict[str, Any]:
     """Return a body without an empty suffix, which editors send for none: vLLM refuses any for most models."""
-    return (
-        {name: value for name, value in body.items() if name != "suffix"}
-        if body.get("suffix") == ""
-        else body
-    )
+    body = _guided(body)
+    if body.get("suffix") == "":
+        return {name: value for name, value in body.items() if name != "suffix"}
+    return body
 
 
 # -- OpenAI: responses -------------------------------------------------------------------------------------------------

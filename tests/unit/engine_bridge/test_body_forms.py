@@ -94,6 +94,19 @@ def test_a_thought_that_a_client_has_carried_is_read_and_what_others_have_encryp
         assert read(encrypted_content=other) is None
 
 
+@pytest.mark.parametrize("api", ["chat", "completions"])
+def test_forms_of_answers_in_the_fields_of_earlier_versions_of_vllm_count(api: Any) -> None:
+    for name, value in (
+        ("json", {"type": "object"}),
+        ("regex", "a+"),
+        ("choice", ["a"]),
+        ("grammar", "start: /a/"),
+    ):
+        assert formed(api, **{f"guided_{name}": value}) == {"structured_outputs": {name: value}}
+    both = {"guided_regex": "a", "structured_outputs": {"regex": "b"}}
+    assert formed(api, **both) == both and formed(api, guided_json=None) == {}
+
+
 def test_an_empty_list_of_tools_is_as_good_as_none() -> None:
     for choice in ("auto", "none"):
         assert formed("chat", messages=[], tools=[], tool_choice=choice) == {"messages": []}
