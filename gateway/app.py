@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import signal
-import ssl
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -43,6 +42,7 @@ from gateway.doors.chat import server_events, socket
 from gateway.doors.description import openapi
 from gateway.doors.http import web_policy
 from gateway.doors.http.admission import MOST_AT_ONCE
+from gateway.doors.http.certificate import CERTIFICATE, Certificate
 from gateway.doors.http.connections import (
     CONNECTIONS,
     Connections,
@@ -347,13 +347,15 @@ class Server:
     async def __aenter__(self) -> Server:
         config = self.services.config
         try:
-            tls = await asyncio.to_thread(_tls, config)
+            certificate = await asyncio.to_thread(_certificate, config)
         except StartupError:
             await self.services.store.close()
             raise
         # handler_cancellation: without it a client that leaves does not end a request that is not streamed.
         # auto_decompress: aiohttp unpacks on the event loop, and a small body may hold a very large one; see rest.json_body.
         app = build_app(self.services)
+        if certificate is not None:
+            app[CERTIFICATE] = certificate
         self._runner = Runner(
             app,
             app[CONNECTIONS],
@@ -366,7 +368,9 @@ class Server:
         await self._runner.setup()
         try:
             await (
-                self._listen_at_a_path(config.uds) if config.uds is not None else self._listen(config, tls)
+                self._listen_at_a_path(config.uds)
+                if config.uds is not None
+                else self._listen(config, certificate)
             )
         except StartupError:
             await self._runner.cleanup()
@@ -380,8 +384,9 @@ class Server:
         await site.start()
         self._unix_site = site
 
-    async def _listen(self, config: Config, tls: ssl.SSLContext | None) -> None:
+    async def _listen(self, config: Config, certificate: Certificate | None) -> None:
         assert self._runner is not None
+        tls = certificate.context if certificate is not None else None
         site = web.TCPSite(self._runner, config.host, config.port, backlog=MOST_AT_ONCE, ssl_context=tls)
         try:
             await site.start()
@@ -445,18 +450,11 @@ async def _done(what: str, work: Awaitable[object]) -> None:
         await work
 
 
-def _tls(config: Config) -> ssl.SSLContext | None:
-    """Return the TLS context; None if the server speaks plain HTTP. Raises StartupError for files that are no certificate with its key."""
-    if config.ssl_certfile is None:
+def _certificate(config: Config) -> Certificate | None:
+    """Return the certificate; None if the server speaks plain HTTP. Raises StartupError."""
+    if config.ssl_certfile is None or config.ssl_keyfile is None:
         return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
-    except (OSError, ssl.SSLError) as error:
-        raise StartupError(
-            f"ssl_certfile and ssl_keyfile: {config.ssl_certfile} is no certificate of the key {config.ssl_keyfile}: {error}"
-        ) from error
-    return context
+    return Certificate(config.ssl_certfile, config.ssl_keyfile)
 
 
 def run(config: Config) -> NoReturn:

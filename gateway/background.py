@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from aiohttp import web
 
 from gateway.doors.chat import socket
+from gateway.doors.http.certificate import CERTIFICATE, follow_certificate
 from gateway.doors.http.connections import CONNECTIONS
 from gateway.doors.http.key_changes import follow_key_file, follow_sign_ins
 from gateway.doors.rest.shelf import SHELF
@@ -41,6 +42,8 @@ async def work_beside(app: web.Application) -> AsyncIterator[None]:
     }
     if services.config.api_key_file is not None:
         watches["key file"] = lambda: follow_key_file(services)
+    if (certificate := app.get(CERTIFICATE)) is not None:
+        watches["certificate"] = lambda: follow_certificate(certificate)
     tasks = [asyncio.create_task(_kept_up(name, watch), name=name) for name, watch in watches.items()]
     if services.embeddings is not None:
         tasks.append(asyncio.create_task(services.embeddings.start_behind(services.node), name="embeddings"))

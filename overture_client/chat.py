@@ -41,6 +41,7 @@ from overture_client.chat_frames import (
     Typing,
     decoder,
     encoder,
+    without_halves,
 )
 from overture_client.chat_http import call_api
 from overture_client.chat_question import Question
@@ -202,7 +203,7 @@ class ChatClient:
         self._check_alive()
         message = Message(
             id=turn_id or str(uuid.uuid4()),
-            content=content,
+            content=without_halves(content),
             session_id=session_id or UNSET,
             adapter=adapter,
             sampling=sampling or UNSET,
@@ -241,7 +242,7 @@ class ChatClient:
         self, session_id: str, *, adapter: str | None | UnsetType = UNSET, draft: str | UnsetType = UNSET
     ) -> None:
         """Tell the server that the user is about to ask. Advice only: dropped while there is no connection."""
-        self._put(Typing(session_id, adapter, draft))
+        self._put(Typing(session_id, adapter, without_halves(draft) if isinstance(draft, str) else draft))
 
     # Sending. Frames go through a queue to one writer, so that nothing here waits for a slow network.
 

@@ -188,3 +188,8 @@ Event: TypeAlias = Accepted | Delta | Restarted | Done
 Incoming: TypeAlias = Ready | Accepted | Delta | Done | ErrorFrame
 decoder: msgspec.json.Decoder[Incoming] = msgspec.json.Decoder(Ready | Accepted | Delta | Done | ErrorFrame)
 encoder = msgspec.json.Encoder()
+
+
+def without_halves(text: str) -> str:
+    """Return a text that a frame can hold: with a question mark for each half character, and for each byte of a terminal that is no UTF-8."""
+    return text.encode("utf-8", "replace").decode()

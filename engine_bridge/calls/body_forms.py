@@ -12,11 +12,13 @@ from typing import Any
 
 from engine_bridge.calls.built_in_tools import (
     as_functions,
+    check_offered,
     in_rounds,
     with_plain_input,
     with_schema,
     without_hosted,
 )
+from engine_bridge.calls.carried_thoughts import unpacked
 from engine_bridge.protocol.errors import InvalidRequest
 from engine_bridge.protocol.node import Api
 
@@ -28,6 +30,8 @@ _LEAST_TOP_P = 1e-6
 _MIN_BUDGET = 1024
 # Of allowed tools: whether the model may or must call one.
 _MODES = ("auto", "required")
+# Fields of vLLM up to 0.11, and where their values stand in `structured_outputs`. Source: vLLM's "Structured Outputs", on what was removed.
+_GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
 _TEXTS = ("output_text", "input_text", "text", "summary_text", "reasoning_text")
 
 
@@ -91,13 +95,24 @@ def _changed(value: Any, change: Callable[[dict[str, Any]], Any]) -> Any:
 
 
 def _chat(body: dict[str, Any]) -> dict[str, Any]:
+    if body.get("functions") and not body.get("tools") and body.get("function_call") != "none":
+        # OpenAI's form of tools up to 2023. vLLM passes over it, so that the model would never call one.
+        raise InvalidRequest("`functions` are not read here: offer them as `tools`.", param="functions")
     if "messages" in body:
         body = body | {"messages": _changed(body["messages"], _chat_message)}
     if "stream_options" in body:
         body = body | {"stream_options": without_nulls(body["stream_options"])}
     if isinstance(body.get("response_format"), dict):
         body = body | {"response_format": _form_of_the_answer(body["response_format"])}
-    return _with_allowed_tools(_without_empty_tools(body))
+    return _with_allowed_tools(_without_empty_tools(_guided(body)))
+
+
+def _guided(body: dict[str, Any]) -> dict[str, Any]:
+    """Return a body whose answer's form stands where vLLM looks for it since 0.12: it passes over the fields from before."""
+    form = {name: body[field] for field, name in _GUIDED.items() if field in body}
+    if not form or "structured_outputs" in body:
+        return body
+    return {name: value for name, value in body.items() if name not in _GUIDED} | {"structured_outputs": form}
 
 
 def _without_empty_tools(body: dict[str, Any]) -> dict[str, Any]:
@@ -187,11 +202,10 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
 
 def _completions(body: dict[str, Any]) -> dict[str, Any]:
     """Return a body without an empty suffix, which editors send for none: vLLM refuses any for most models."""
-    return (
-        {name: value for name, value in body.items() if name != "suffix"}
-        if body.get("suffix") == ""
-        else body
-    )
+    body = _guided(body)
+    if body.get("suffix") == "":
+        return {name: value for name, value in body.items() if name != "suffix"}
+    return body
 
 
 # -- OpenAI: responses -------------------------------------------------------------------------------------------------
@@ -212,9 +226,11 @@ def _responses(body: dict[str, Any]) -> dict[str, Any]:
         # vLLM knows not all of what OpenAI's search of the web may tell, and there is none here.
         kept = [each for each in body["include"] if not str(each).startswith("web_search_call.")]
         body = body | {"include": kept}
+    body = _with_allowed_tools(body)
     if isinstance(body.get("tools"), list):
+        check_offered(body["tools"])
         body = body | {"tools": _changed(body["tools"], with_plain_input)}
-    return _with_allowed_tools(body)
+    return body
 
 
 def _item(item: dict[str, Any]) -> dict[str, Any]:
@@ -264,6 +280,8 @@ def _text_of(part: Any) -> str:
 
 def _reasoning(item: dict[str, Any]) -> dict[str, Any]:
     """Return the model's reasoning, with all of it in one part; what another server has encrypted of it, nobody can read here."""
+    if not item.get("content") and (thought := unpacked(item.get("encrypted_content"))):
+        item = item | {"content": [{"type": "reasoning_text", "text": thought}]}
     joined = {
         name: [{"type": kind, "text": "".join(_text_of(part) for part in item[name])}] if item[name] else []
         for name, kind in (("content", "reasoning_text"), ("summary", "summary_text"))

@@ -58,9 +58,21 @@ def single_chunks(chunk: dict[str, Any], *, has_stop_token: bool = False) -> Ite
         yield chunk | {"choices": [last | ({"stop_reason": stop_reason} if "stop_reason" in choice else {})]}
 
 
+def thought_of(said: dict[str, Any]) -> dict[str, Any]:
+    """Return the reasoning of a message or a delta under both names that clients look for; nothing where there is none.
+
+    Source: `reasoning_content` is DeepSeek's name, and was vLLM's up to 0.15; `reasoning` is OpenRouter's, and vLLM's since.
+    """
+    thought = said.get("reasoning")
+    return {"reasoning": thought, "reasoning_content": thought} if thought else {}
+
+
 def single_deltas(delta: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a delta's parts: all fields but tool calls, then each call once, with all of its fields."""
-    rest = {name: value for name, value in delta.items() if name != "tool_calls" and value not in (None, "")}
+    """Yield a delta's parts: the reasoning, all other fields but tool calls, then each call once, with all of its fields."""
+    if thought := thought_of(delta):
+        yield thought
+    own = ("reasoning", "tool_calls")
+    rest = {name: value for name, value in delta.items() if name not in own and value not in (None, "")}
     if rest:
         yield rest
     for entry in merged_calls(delta.get("tool_calls") or []):

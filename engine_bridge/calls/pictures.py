@@ -26,7 +26,7 @@ _FIELDS: Mapping[str, frozenset[str]] = {
 }
 # Other media, and what a client would have computed of a picture by itself: of each only the operator could say whether it fits the model.
 _REFUSED = (
-    "audio_url input_audio audio video_url input_video video image_embeds audio_embeds video_embeds prompt_embeds image_pil image_url"
+    "audio_url input_audio audio video_url input_video video image_embeds audio_embeds video_embeds prompt_embeds image_pil image_url file input_file"
 ).split()
 # Arguments of the code that reads pictures: one call could make it work without end, for all.
 _OPERATORS = ("mm_processor_kwargs", "media_io_kwargs")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _OPEN_ON_PURPOSE = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties"})
@@ -20,6 +21,16 @@ _LISTED = ("anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties")
 # The formats of texts that llguidance holds an answer to; it refuses all others. Source: llguidance 1.x, `formats.rs`, tried one by one.
 _FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri unknown".split())
+# Rules that it refuses. Source: llguidance 1.x, tried one by one.
+_NOT_HELD = frozenset(
+    """not if then else dependentRequired dependentSchemas dependencies unevaluatedProperties unevaluatedItems contains minContains maxContains
+    uniqueItems propertyNames $dynamicAnchor $dynamicRef $recursiveAnchor $recursiveRef""".split()
+)
+# What its regular expressions do not have: what stands around, and what was found before.
+_LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<")
+# Fields that name a whole document.
+_OF_A_DOCUMENT = ("$schema", "$id", "id")
+_MAY_BE_NULL = ("const", "default")
 _ANY_NAME: tuple[Any, ...] = (True, {}, {"type": "string"})
 # How llguidance writes JSON by a schema. By default it writes no spaces.
 _SPACED = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
@@ -31,30 +42,93 @@ def without_remarks(schema: Any) -> Any:
     """Return the same schema without what says nothing of an answer, which llguidance refuses.
 
     A format that is not known is a remark (JSON Schema 2020-12, "Validation", §7.2.1), such as `password`, `int32` or `cuid`: schemas made from
-    classes are full of them. Any property's name is a text, and `uniqueItems` may be false.
+    classes are full of them. Any property's name is a text, `uniqueItems` may be false, and an empty list of Go's or C#'s comes as null.
     """
+    return _without(schema, _is_remark)
+
+
+def loosened(schema: Any) -> Any:
+    """Return the schema of a tool's arguments without the rules to which llguidance cannot hold an answer, and which it refuses.
+
+    OpenAI's and Anthropic's servers promise arguments by their schema only for tools that are `strict`, and take every schema for others.
+    """
+    return _without(schema, _is_beyond_grammars)
+
+
+def _is_remark(key: str, value: Any) -> bool:
+    return (
+        (key == "format" and isinstance(value, str) and value not in _FORMATS)
+        or (key == "propertyNames" and value in _ANY_NAME)
+        or (key == "uniqueItems" and value is False)
+        or (value is None and key not in _MAY_BE_NULL)
+    )
+
+
+def _is_beyond_grammars(key: str, value: Any) -> bool:
+    if key == "pattern":
+        return isinstance(value, str) and _LOOKS_AROUND.search(value) is not None
+    return key in _NOT_HELD or (key == "type" and value == "any")
+
+
+def _without(schema: Any, is_left_out: Callable[[str, Any], bool]) -> Any:
+    """Return a schema without some of its keywords, at any depth."""
     if not isinstance(schema, dict):
         return schema
     found: dict[str, Any] = {}
     for key, value in schema.items():
-        is_remark = (
-            (key == "format" and isinstance(value, str) and value not in _FORMATS)
-            or (key == "propertyNames" and value in _ANY_NAME)
-            or (key == "uniqueItems" and value is False)
-        )
-        if is_remark:
+        if is_left_out(key, value):
             continue
         if key in _NAMED or key == "patternProperties":
             value = (
-                {name: without_remarks(each) for name, each in value.items()}
+                {name: _without(each, is_left_out) for name, each in value.items()}
                 if isinstance(value, dict)
                 else value
             )
         elif key in _LISTED or key == "allOf":
-            value = [without_remarks(each) for each in value] if isinstance(value, list) else value
+            value = [_without(each, is_left_out) for each in value] if isinstance(value, list) else value
         elif key in _SINGLE:
-            value = without_remarks(value)
+            value = _without(value, is_left_out)
         found[key] = value
+    return found
+
+
+def portable(schema: dict[str, Any], name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a schema as it can stand inside another one, and what that one needs in its `$defs` (see `with_definitions`).
+
+    A reference such as `#/definitions/X` is to the whole document, and each tool's schema was one by itself.
+    """
+    own = {key: value for key, value in schema.items() if key not in _OF_A_DOCUMENT}
+    if not _refers(own):
+        return {key: value for key, value in own.items() if key not in ("$defs", "definitions")}, {}
+    place = f"#/$defs/{name}"
+    return {"$ref": place}, {name: _moved(own, place)}
+
+
+def with_definitions(schema: Any, definitions: Mapping[str, Any]) -> Any:
+    """Return a schema with those definitions to which it refers."""
+    text = json.dumps(schema)
+    used = {name: each for name, each in definitions.items() if f'"#/$defs/{name}"' in text}
+    return schema | {"$defs": used} if used else schema
+
+
+def _refers(schema: Any) -> bool:
+    if isinstance(schema, list):
+        return any(map(_refers, schema))
+    if not isinstance(schema, dict):
+        return False
+    return isinstance(schema.get("$ref"), str) or any(map(_refers, schema.values()))
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """Return a schema whose references are right where its document stands at a place of another one."""
+    if isinstance(schema, list):
+        return [_moved(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: _moved(value, place) for key, value in schema.items()}
+    reference = found.get("$ref")
+    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+        found["$ref"] = place + reference[1:]
     return found
 
 
@@ -98,9 +172,17 @@ def _closed(schema: Any) -> Any:
             found[key] = _closed(found[key])
     if found.get("type") == "integer" and not found.keys() & _BOUNDED:
         found |= {"minimum": -MAX_INTEGER, "maximum": MAX_INTEGER}
-    if has_properties and not found.keys() & (_OPEN_ON_PURPOSE | _COMBINED):
+    if has_properties and _names_all(found) and not found.keys() & (_OPEN_ON_PURPOSE | _COMBINED):
         found["additionalProperties"] = False
     return found
+
+
+def _names_all(schema: Mapping[str, Any]) -> bool:
+    """Return whether an object names all properties that it must have. One that does not, by mistake, could not be written if it were closed."""
+    required = schema.get("required")
+    return not isinstance(required, list) or all(
+        name in schema["properties"] for name in required if isinstance(name, str)
+    )
 
 
 def spaced(schema: Any) -> Any:
@@ -126,7 +208,7 @@ def held_calls(tools: Mapping[str, Any]) -> str:
     calls, rules = [], []
     for index, (name, schema) in enumerate(tools.items()):
         opening = f'{{"name": {json.dumps(name)}, "arguments": '
-        arguments = spaced(closed(without_remarks({"type": "object", "properties": {}} | schema)))
+        arguments = spaced(closed(loosened(without_remarks({"type": "object", "properties": {}} | schema))))
         calls.append(f"call_{index}")
         rules.append(f'call_{index}: {json.dumps(opening)} arguments_{index} "}}"')
         rules.append(f"arguments_{index}: %json {json.dumps(arguments)}")

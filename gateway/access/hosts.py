@@ -7,12 +7,32 @@ can read everything. Such a name must be one that its owner can bind in the publ
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
 # Names below these are never in the public DNS. Source: RFC 6761 (localhost), RFC 6762 (local), RFC 8375 (home.arpa), ICANN 2024 (internal).
 _LOOPBACK_NAMES = ("localhost",)
 _PRIVATE_NAMES = ("local", "internal", "home.arpa")
+# What browsers send besides the origin of a page: of a file, or a frame without an origin. "*" stands for all origins.
+_NO_PAGES = ("*", "null")
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([^/?#*\s]*)/?")
+_USUAL_PORTS = {"http": ":80", "https": ":443"}
+
+
+def as_origin(written: str) -> str | None:
+    """Return an origin that an operator has written as browsers send it: in lower case, with no slash behind it, and without its scheme's usual port.
+
+    Returns None for what no browser sends: a name without a scheme, an address with a path, a pattern. Source: RFC 6454 §6.2.
+    """
+    origin = written.strip().lower()
+    if origin in _NO_PAGES:
+        return origin
+    parts = _ORIGIN.fullmatch(origin)
+    if parts is None:
+        return None
+    scheme, place = parts.groups()
+    return f"{scheme}://{place.removesuffix(_USUAL_PORTS.get(scheme, ' '))}"
 
 
 def netloc(origin: str) -> str | None:

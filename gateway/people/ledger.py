@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gateway.errors import StartupError
+from gateway.sessions.connection import unusable
 
 NAME = "people.sqlite3"
 VERSION = 1
@@ -91,7 +92,7 @@ class Ledger:
                         conn.execute(statement)
                     conn.execute(f"PRAGMA user_version = {VERSION}")
         except (OSError, sqlite3.Error) as error:
-            raise StartupError(f"The record of people's usage {path} cannot be opened: {error}.") from error
+            raise unusable("record of usage and sign-ins", path, error) from error
         return cls(conn)
 
     def add(self, days: list[Day], learned: Mapping[str, tuple[str, str]]) -> None:

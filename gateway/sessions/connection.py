@@ -7,11 +7,12 @@ import logging
 import sqlite3
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import aiosqlite
 
-from gateway.errors import GatewayError
+from gateway.errors import GatewayError, StartupError
 
 logger = logging.getLogger(__name__)
 
@@ -174,3 +175,18 @@ def _as_gateway_error(error: sqlite3.Error) -> GatewayError:
     return GatewayError(
         "internal", "The session database failed; nothing was stored. The server's log says why."
     )
+
+
+def unusable(what: str, file: Path, error: sqlite3.Error | OSError) -> StartupError:
+    """Return why the server cannot start with this file, and what the operator can do. what: names it."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
+        return StartupError(
+            f"The {what} {file} is damaged ({error}). Move it and its -wal and -shm files away to start with none, put a backup in "
+            f"its place, or try to save what is left with: sqlite3 {file} .recover"
+        )
+    if is_full(error):
+        return StartupError(
+            f"The disk that holds the {what} {file} is full. Make some room on it, then start again."
+        )
+    return StartupError(f"The {what} {file} cannot be opened: {error}.")

@@ -227,21 +227,6 @@ def _keep(log: Path, copy: Path) -> str:
 # -- opening -----------------------------------------------------------------------------------------------------------
 
 
-def unusable(file: Path, error: sqlite3.Error) -> StartupError:
-    """Return why the server cannot start with this file, and what the operator can do."""
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
-        return StartupError(
-            f"The session database {file} is damaged ({error}). Move it and its -wal and -shm files away to start with none, put a backup in "
-            f"its place, or try to save what is left with: sqlite3 {file} .recover"
-        )
-    if is_full(error):
-        return StartupError(
-            f"The disk that holds the session database {file} is full. Make some room on it, then start again."
-        )
-    return StartupError(f"The session database {file} cannot be opened: {error}.")
-
-
 def _connect(file: Path, *, makes: bool = False) -> Database:
     # isolation_level=None: we say BEGIN and COMMIT ourselves.
     uri = f"{file.absolute().as_uri()}?mode={'rwc' if makes else 'rw'}"

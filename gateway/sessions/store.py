@@ -16,8 +16,8 @@ from msgspec import UNSET, UnsetType
 from gateway.errors import GatewayError
 from gateway.sessions import listing, search, transactions, transfers
 from gateway.sessions.archive import Archive
-from gateway.sessions.connection import SqliteConnection, is_full, is_index_damaged
-from gateway.sessions.database import check_log, lock, open_reader, open_writer, rewrite_version, unusable
+from gateway.sessions.connection import SqliteConnection, is_full, is_index_damaged, unusable
+from gateway.sessions.database import check_log, lock, open_reader, open_writer, rewrite_version
 from gateway.sessions.health import Health
 from gateway.sessions.pictures import StoredPictures
 from gateway.sessions.records import (
@@ -114,7 +114,7 @@ class SessionStore:
         except BaseException as error:
             os.close(lock_fd)
             if isinstance(error, sqlite3.Error):
-                raise unusable(file, error) from error
+                raise unusable("session database", file, error) from error
             raise
         await asyncio.to_thread(reserve.take_back)
         return cls(

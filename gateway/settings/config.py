@@ -30,6 +30,7 @@ from engine_bridge.settings.engine_config import (
     in_server,
     setting,
 )
+from gateway.access.hosts import as_origin
 from gateway.errors import StartupError
 from gateway.settings.data_folder import tighten
 from gateway.settings.declared import Setting, settings_of, shown
@@ -370,6 +371,8 @@ class Config(ToolSettings, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "titles", "first-words" if self.is_demo_model else "model")
         if self.kv_dir is None:
             msgspec.structs.force_setattr(self, "kv_dir", self.data_dir / "kv")
+        origins = tuple(as_origin(written) or written for written in self.cors_origins)
+        msgspec.structs.force_setattr(self, "cors_origins", origins)
         if self.cpu_threads is None and self.is_demo_model:
             # Its matrices are too small to share between cores: docs/decisions/0005.
             msgspec.structs.force_setattr(self, "cpu_threads", 1)
@@ -429,6 +432,11 @@ class Config(ToolSettings, frozen=True, kw_only=True):
                 f"Anyone who reaches {self.host}:{self.port} can use this server and read its sessions: no API key is set. "
                 "Make one with `overture keys new`, or listen on 127.0.0.1."
             )
+        found += [
+            f"cors_origins holds {origin!r}, which no browser sends: write an origin whole and alone, such as https://chat.example."
+            for origin in self.cors_origins
+            if as_origin(origin) is None
+        ]
         if "*" in self.cors_origins and not self.has_api_keys:
             found.append(
                 "cors_origins holds '*' and no API key is set: any web page that a user opens can use this server."

@@ -53,6 +53,7 @@ ALWAYS: Mapping[str, str] = {
     "--enable-offline-docs": "/docs loads nothing from other servers",
     "--max-log-len": "prompts are never logged",
     "--disable-access-log-for-endpoints": "there is no access log",
+    "--enable-ssl-refresh": "a renewed certificate is taken over within seconds",
     "--allowed-methods": "an allowed origin may use all methods",
     "--allowed-headers": "an allowed origin may send any header",
 }
@@ -93,7 +94,6 @@ REFUSED: Mapping[str, str] = {
     "--enable-per-request-metrics": "chat turns have their timings in the `done` frame (docs/protocol.md)",
     "--disable-fastapi-docs": "/docs and /openapi.json are always served; they say what is in the sources",
     "--ssl-ciphers": "the ciphers are those of Python's defaults; a reverse proxy can offer others",
-    "--enable-ssl-refresh": "the certificate is read at the start; a reverse proxy can take new ones without a restart",
     "--h11-max-incomplete-event-size": "what a request may hold is set by the group Limits of the help",
     "--h11-max-header-count": "what a request may hold is set by the group Limits of the help",
     "--response-role": "answers have the role that the API gives them, assistant",

@@ -9,9 +9,14 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from engine_bridge.protocol.engine_request import Sampling
 from gateway.errors import GatewayError
+from gateway.half_characters import without_halves
+from gateway.json_shape import shape_of
 
 PROTOCOL_VERSION = 1
 MAX_PARSED_BYTES = 4096  # Chosen: a clock or a counter takes ten.
+MAX_MENDED_VALUES = (
+    1024  # Chosen: a message has some ten, and a `hello` that resumes as many turns as it may 130.
+)
 
 MAX_TRACEPARENT_CHARS = 64  # W3C Trace Context: 55, of the version that there is.
 
@@ -119,7 +124,7 @@ def decode(data: str | bytes, max_bytes: int) -> ClientFrame:
     if len(data) > max_bytes or (isinstance(data, str) and len(data.encode("utf-8", "replace")) > max_bytes):
         raise GatewayError("frame_too_large", f"A frame may hold {max_bytes} bytes at most.")
     try:
-        frame = _decoder.decode(data)
+        frame = _frame(data)
         if isinstance(frame, Message) and not frame.content and not frame.pictures:
             raise GatewayError("bad_request", "A message needs a text or a picture.", param="content")
         return _ping(frame.t) if isinstance(frame, _RawPing) else frame
@@ -127,6 +132,20 @@ def decode(data: str | bytes, max_bytes: int) -> ClientFrame:
         raise GatewayError("bad_request", f"The frame was not understood: {error}") from error
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise GatewayError("bad_request", "The frame is not a JSON object.") from error
+
+
+def _frame(data: str | bytes) -> Any:
+    """Return what a frame says, with half characters replaced where it has a few values only: it is read on the event loop."""
+    try:
+        return _decoder.decode(data)
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError:
+        raw = data.encode("utf-8", "replace") if isinstance(data, str) else data
+        whole = without_halves(raw) if shape_of(raw).num_values <= MAX_MENDED_VALUES else None
+        if whole is None:
+            raise
+    return _decoder.decode(whole)
 
 
 def _ping(t: msgspec.Raw) -> Ping:

@@ -289,13 +289,25 @@ async def test_the_model_calls_a_tool_by_itself_and_answers_from_its_result(clie
 
 
 async def test_a_tool_whose_schema_no_grammar_can_hold_is_still_offered(client: OpenAI) -> None:
-    # llguidance knows no look-behind.
-    tool = tools(function("get_weather", city={"type": "string", "pattern": "(?<=a)b"}))
+    tool = tools(function("get_weather", city={"type": "string", "pattern": "("}))
     wish: Any = {"tools": tool, "max_tokens": 96}
     answer = await say(client, **wish)
     assert answer.choices[0].message.content
     with pytest.raises(openai.BadRequestError, match="grammar"):
         await say(client, **wish, tool_choice="required")
+
+
+async def test_a_tool_with_a_rule_that_no_grammar_can_hold_is_called_unless_it_is_strict(
+    client: OpenAI,
+) -> None:
+    # llguidance knows no look-behind.
+    (tool,) = tools(function("get_weather", city={"type": "string", "pattern": "(?<=a)b"}))
+    answer = await say(client, PARIS, tools=[tool], tool_choice="required")
+    (call,) = answer.choices[0].message.tool_calls or ()
+    assert json.loads(call.function.arguments).keys() == {"city"}
+    strict = tool | {"function": tool["function"] | {"strict": True}}
+    with pytest.raises(openai.BadRequestError, match="grammar"):
+        await say(client, PARIS, tools=[strict], tool_choice="required")
 
 
 async def test_a_tool_that_is_demanded_is_called_with_arguments_of_its_schema(

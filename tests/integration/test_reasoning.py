@@ -16,6 +16,7 @@ import pytest_asyncio
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine_bridge.calls.body_forms import usual_form
 from engine_bridge.local_node import LocalNode
 from engine_bridge.protocol.engine_request import EngineRequest
 from gateway.settings.config import DEMO_MODEL_DIR
@@ -100,3 +101,39 @@ async def test_a_call_that_is_demanded_is_not_begun_within_the_thought(node: Loc
     form = {"type": "json_schema", "json_schema": {"name": "city", "schema": TOOL["parameters"]}}
     said = await say(node, "My name is Bob.", response_format=form)
     assert said["message"]["reasoning"] and json.loads(said["message"]["content"]) is not None
+
+
+async def test_a_thought_has_both_names_that_clients_look_for(node: LocalNode) -> None:
+    """Half of them read `reasoning_content` alone, the others `reasoning` alone."""
+    said = (await say(node, "My name is Bob.", **OPENED))["message"]
+    assert said["content"] and said["reasoning"] and said["reasoning_content"] == said["reasoning"]
+    body = {"messages": [{"role": "user", "content": "My name is Bob."}], "temperature": 0, "max_tokens": 60}
+    reply: Any = await node.serve("chat", body | OPENED | {"stream": True}, {}, EngineRequest())
+    deltas: list[dict[str, str]] = []
+    async for event in reply.events:
+        if event.startswith(b'data: {"id":'):
+            deltas += [choice["delta"] for choice in json.loads(event[6:])["choices"]]
+    for name in ("reasoning", "reasoning_content", "content"):
+        assert "".join(delta.get(name, "") for delta in deltas) == said[name]
+    assert not any(delta.get("reasoning") and delta.get("content") for delta in deltas)
+
+
+async def test_a_client_that_stores_nothing_carries_a_thought_to_the_next_response(node: LocalNode) -> None:
+    """As Codex does: it gives back what is opaque to it, and leaves out a thought that it could read."""
+    body = {"input": "My name is Bob.", "temperature": 0, "max_output_tokens": 60, "store": False} | OPENED
+    plain: Any = await node.serve("responses", body, {}, EngineRequest())
+    assert json.loads(plain.body)["output"][0]["encrypted_content"] is None
+    body |= {"include": ["reasoning.encrypted_content"]}
+    reply: Any = await node.serve("responses", body, {}, EngineRequest())
+    thought, _ = json.loads(reply.body)["output"]
+    stream: Any = await node.serve("responses", body | {"stream": True}, {}, EngineRequest())
+    told = [
+        json.loads(event.partition(b"data: ")[2]) async for event in stream.events if b"\ndata: " in event
+    ]
+    items = [event["item"] for event in told if event["type"] == "response.output_item.done"]
+    for item in (items[0], told[-1]["response"]["output"][0]):
+        assert item["encrypted_content"] == thought["encrypted_content"]
+
+    carried = {"type": "reasoning", "summary": [], "encrypted_content": thought["encrypted_content"]}
+    (read,) = usual_form("responses", {"input": [carried]}, 1024)["input"]
+    assert read["content"] == thought["content"] and thought["content"][0]["text"]

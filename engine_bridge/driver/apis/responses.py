@@ -1,7 +1,7 @@
 """Responses as vLLM serves them, except for the last event of a stream that was cut, which tells its clients so, and for log probabilities.
 
-Log probabilities cover only the tokens of the text, a form that the client did not ask for is not told, and a whole reply has the calls that its
-stream has.
+Log probabilities cover only the tokens of the text, a form that the client did not ask for is not told, thoughts are told in the form that clients
+give back where they ask for it, and a whole reply has the calls that its stream has.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from engine_bridge.calls.carried_thoughts import ASKED, packed
 from engine_bridge.calls.chat_chunks import ends_with_stop_token
 from engine_bridge.driver.apis.cut_calls import with_cut_calls
 from engine_bridge.driver.vllm_api import ErrorResponse, OpenAIServingResponses, ResponseCompletedEvent
@@ -41,7 +42,7 @@ class ResponsesServing(OpenAIServingResponses):
 
     async def create_responses(self, request: Any, raw_request: Any = None) -> Any:
         """Return the events of a stream, or the whole reply."""
-        return _as_asked(await super().create_responses(request, raw_request))
+        return _as_asked(request, await super().create_responses(request, raw_request))
 
     async def count_tokens(self, request: Any, raw_request: Any = None) -> Any:
         """Return how many tokens the request's prompt has, or an ErrorResponse."""
@@ -76,16 +77,29 @@ def sse_text(request: Any, event: Any) -> tuple[str]:
             type="response.incomplete", response=event.response, sequence_number=event.sequence_number
         )
     if (response := getattr(event, "response", None)) is not None:
-        _as_asked(response)
+        _as_asked(request, response)
+    elif event.type == "response.output_item.done":
+        _carry(request, event.item)
     return (f"event: {event.type}\ndata: {event.model_dump_json(indent=None, by_alias=True)}\n\n",)
 
 
-def _as_asked(reply: Any) -> Any:
-    """Return a response without the form by which this server has demanded a call of it: its client did not ask for one."""
+def _as_asked(request: Any, reply: Any) -> Any:
+    """Return a response with thoughts that can be carried, and without the form by which this server has demanded a call of it.
+
+    Its client did not ask for that form.
+    """
+    for item in getattr(reply, "output", ()):
+        _carry(request, item)
     form = getattr(getattr(reply, "text", None), "format", None)
     if form is not None and getattr(form, "name", "") == DEMANDED:
         reply.text = None
     return reply
+
+
+def _carry(request: Any, item: Any) -> None:
+    """Give an item that is a thought the form in which its client carries it, if it asked for that."""
+    if item.type == "reasoning" and item.content and ASKED in (request.include or ()):
+        item.encrypted_content = packed("".join(part.text for part in item.content))
 
 
 async def _of_the_text(results: Any) -> AsyncGenerator[Any, None]:

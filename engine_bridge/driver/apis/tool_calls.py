@@ -8,11 +8,17 @@ that is used here (docs/decisions/0016). A model without a parser gets a parser 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, Literal
 
-from engine_bridge.calls.tool_schemas import at_most_one, held_calls
+from engine_bridge.calls.tool_schemas import (
+    at_most_one,
+    held_calls,
+    loosened,
+    portable,
+    with_definitions,
+)
 from engine_bridge.driver.apis.cut_calls import tell_unreadable_calls_in_a_line
 from engine_bridge.driver.vllm_api import (
     ChatCompletionRequest,
@@ -93,13 +99,44 @@ def _demanded(parser: Any, request: Any, *, makes_one_call: bool) -> Any:
     The client's own settings in that place stay where vLLM puts nothing there (tools that are no functions).
     """
     asked = getattr(request, "structured_outputs", None), getattr(request, "text", None)
-    request = ToolParser.adjust_request(parser, request)
+    tools, request.tools = request.tools, [tool.model_copy(deep=True) for tool in request.tools]
+    definitions = _make_portable(request.tools)
+    try:
+        request = ToolParser.adjust_request(parser, request)
+    finally:
+        request.tools = tools  # as the model is told of them
+
+    def schema_of(written: Any) -> Any:
+        """Return vLLM's schema, complete."""
+        whole = with_definitions(written, definitions)
+        return at_most_one(whole) if makes_one_call else whole
+
     outputs, text = getattr(request, "structured_outputs", None), getattr(request, "text", None)
-    if makes_one_call and outputs is not None and outputs is not asked[0]:
-        outputs.json = at_most_one(outputs.json)
-    if makes_one_call and text is not None and text is not asked[1]:
-        text.format.schema_ = at_most_one(text.format.schema_)
+    if outputs is not None and outputs is not asked[0]:
+        outputs.json = schema_of(outputs.json)
+    if text is not None and text is not asked[1]:
+        text.format.schema_ = schema_of(text.format.schema_)
     return request
+
+
+def _make_portable(tools: list[Any]) -> dict[str, Any]:
+    """Change the schemas of tools' arguments into such as can stand in one schema together. Returns what that one needs in its `$defs`."""
+    definitions: dict[str, Any] = {}
+    for number, function in enumerate(_functions(tools)):
+        if isinstance(function.parameters, dict):
+            schema = function.parameters if function.strict else loosened(function.parameters)
+            function.parameters, needed = portable(schema, f"arguments_{number}")
+            definitions |= needed
+    return definitions
+
+
+def _functions(tools: list[Any]) -> Iterator[Any]:
+    """Yield the functions among tools of any API, those of a namespace one by one."""
+    for tool in tools:
+        if tool.type == "function":
+            yield getattr(tool, "function", tool)
+        elif tool.type == "namespace":
+            yield from _functions(tool.tools)
 
 
 def _held(request: Any) -> Any:

@@ -16,6 +16,7 @@ from aiohttp.web_protocol import RequestPayloadError
 
 from gateway.doors.api.call_size import check_shape
 from gateway.errors import GatewayError
+from gateway.half_characters import without_halves
 from gateway.json_shape import shape_of
 from gateway.services import SERVICES
 
@@ -58,7 +59,17 @@ async def json_body(request: web.Request, at_least_values: int = 0) -> Any:
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise GatewayError("bad_request", f"The body is not valid JSON: {error}") from error
+        whole = await asyncio.to_thread(without_halves, body) if "surrogate" in str(error) else None
+        if whole is None:
+            raise _no_json(error) from error
+    try:
+        return orjson.loads(whole)
+    except orjson.JSONDecodeError as error:
+        raise _no_json(error) from error
+
+
+def _no_json(error: orjson.JSONDecodeError) -> GatewayError:
+    return GatewayError("bad_request", f"The body is not valid JSON: {error}")
 
 
 def _as_utf8(body: bytes) -> bytes:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-from pathlib import Path
 
 from gateway.access.auth import Withdrawn
 from gateway.errors import StartupError
+from gateway.file_signature import Signature, signature_of
 from gateway.people.audit import Entry
 from gateway.services import Services
 
@@ -19,7 +18,6 @@ log = logging.getLogger(__name__)
 LOOK_EVERY_S = 1.0
 # Of one reading: changes that the audit log names. Chosen: a line of some kB.
 MAX_NAMED = 50
-Signature = tuple[int, int, int, int] | None
 
 
 async def follow_key_file(services: Services) -> None:
@@ -33,7 +31,7 @@ async def follow_key_file(services: Services) -> None:
     last: Signature | str = read
     while True:
         try:
-            found = await asyncio.to_thread(_signature, path)
+            found = await asyncio.to_thread(signature_of, path)
             # A file that still changes may be half written: it is read once two looks find the same.
             if (found != read and found == last) or services.look_at_keys.is_set():
                 services.look_at_keys.clear()
@@ -89,13 +87,3 @@ async def cut_off(services: Services, withdrawn: Withdrawn) -> None:
         await services.turns.stop_owner(withdrawn.owner)
     sockets = [socket for socket in services.connections if socket.key == withdrawn.key]
     await asyncio.gather(*(socket.revoke() for socket in sockets))
-
-
-def _signature(path: Path) -> Signature:
-    """Return what tells one state of a file from another; None while there is no file."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    # ctime: a file that could not be read may become readable, and nothing else of it changes.
-    return status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_size

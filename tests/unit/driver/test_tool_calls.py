@@ -1,13 +1,17 @@
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.reasoning import ReasoningParserManager
 from vllm.tokenizers import get_tokenizer
 from vllm.tool_parsers import ToolParserManager
 
+from engine_bridge.calls.tool_schemas import closed, spaced, without_remarks
 from engine_bridge.driver.apis import tool_calls
 from engine_bridge.driver.apis.tool_calls import NO_FORM, NoFormToolParser, install_tool_parser
 from engine_bridge.settings.parser_choice import REASONING_FAMILIES, TOOL_FAMILIES, Choice
@@ -48,6 +52,66 @@ def test_demanded_calls_are_json_with_every_parser(name: str) -> None:
     assert (call["name"]["enum"], call["parameters"]) == (["get_weather"], SCHEMA)
     assert "maxItems" not in schema("required") and schema(NAMED) == SCHEMA
     assert "maxItems" in schema("required", parallel_tool_calls=False)
+
+
+def referring(number: int, strict: bool = False) -> dict[str, Any]:
+    """A tool as draft 7 writes it: what it defines has the name that all tools use for theirs."""
+    unit = {"type": "object", "properties": {"v": {"const": number}}, "required": ["v"]}
+    properties = {
+        "a": {"$ref": "#/definitions/Unit"},
+        "b": {"$ref": "#/properties/a"},
+        "c": {"$ref": "#/$defs/Unit"},
+    }
+    schema = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "type": "object",
+        "properties": properties,
+    }
+    schema |= {
+        "required": ["a"],
+        "definitions": {"Unit": unit},
+        "$defs": {"Unit": unit},
+        "not": {"required": ["d"]},
+    }
+    return {"type": "function", "function": {"name": f"f{number}", "parameters": schema, "strict": strict}}
+
+
+def test_each_tool_keeps_what_its_own_references_mean() -> None:
+    """Where one of several tools had to be called, references were to the schema of all of them."""
+    parser, tools = bare(NoFormToolParser), [referring(1), referring(2)]
+    request = parser.adjust_request(chat("required", tools=tools))
+    assert [tool.function.parameters for tool in request.tools] == [
+        each["function"]["parameters"] for each in tools
+    ]
+    for choice, written in (
+        ("required", '[{"name": "f2", "parameters": ARGUMENTS}]'),
+        ({"type": "function", "function": {"name": "f2"}}, "ARGUMENTS"),
+    ):
+        schema = parser.adjust_request(chat(choice, tools=tools)).structured_outputs.json
+        whole = spaced(closed(without_remarks(schema)))
+        for fits, value in ((True, 2), (False, 1)):
+            arguments = f'{{"a": {{"v": {value}}}, "b": {{"v": {value}}}, "c": {{"v": {value}}}}}'
+            answer = written.replace("ARGUMENTS", arguments)
+            assert is_written(whole, answer) == fits, (choice, answer)
+
+
+def is_written(schema: Any, answer: str) -> bool:
+    """Whether an answer of the demo model's tokens fits a schema as a whole."""
+    words = (MODEL / "tokenizer.json").read_text()
+    matcher = LLMatcher(
+        LLTokenizer(words), LLMatcher.grammar_from_json_schema(json.dumps(schema)), log_level=0
+    )
+    assert not matcher.is_error(), matcher.get_error()
+    ids = Tokenizer.from_str(words).encode(answer).ids
+    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
+def test_what_no_grammar_can_hold_is_left_to_the_model_unless_the_tool_is_strict() -> None:
+    parser = bare(NoFormToolParser)
+    choice = {"type": "function", "function": {"name": "f1"}}
+    for strict in (False, True):
+        schema = parser.adjust_request(chat(choice, tools=[referring(1, strict)])).structured_outputs.json
+        assert ("not" in schema["$defs"]["arguments_0"]) == strict
 
 
 def test_a_model_without_a_form_makes_one_call_and_its_own_stay_text() -> None:

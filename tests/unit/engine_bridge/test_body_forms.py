@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 
 from engine_bridge.calls.body_forms import usual_form
+from engine_bridge.calls.carried_thoughts import packed
 from engine_bridge.protocol.errors import InvalidRequest
 
 
@@ -79,6 +80,31 @@ def test_reasoning_is_kept_whole_and_pictures_have_a_detail() -> None:
     assert first["content"] == [{"type": "reasoning_text", "text": "So it is."}] and first["summary"] == []
     assert "encrypted_content" not in first
     assert second["output"] == [picture | {"detail": "auto"}]
+
+
+def test_a_thought_that_a_client_has_carried_is_read_and_what_others_have_encrypted_is_not() -> None:
+    def read(**fields: Any) -> Any:
+        return formed("responses", input=[{"type": "reasoning"} | fields])["input"][0].get("content")
+
+    carried = packed("So \u2026 it is.")
+    assert read(encrypted_content=carried) == [{"type": "reasoning_text", "text": "So \u2026 it is."}]
+    own = [{"type": "reasoning_text", "text": "My own."}]
+    assert read(encrypted_content=carried, content=own) == own
+    for other in ("gAAAA", carried[:-1], carried + "\u2026", packed(""), 5):
+        assert read(encrypted_content=other) is None
+
+
+@pytest.mark.parametrize("api", ["chat", "completions"])
+def test_forms_of_answers_in_the_fields_of_earlier_versions_of_vllm_count(api: Any) -> None:
+    for name, value in (
+        ("json", {"type": "object"}),
+        ("regex", "a+"),
+        ("choice", ["a"]),
+        ("grammar", "start: /a/"),
+    ):
+        assert formed(api, **{f"guided_{name}": value}) == {"structured_outputs": {name: value}}
+    both = {"guided_regex": "a", "structured_outputs": {"regex": "b"}}
+    assert formed(api, **both) == both and formed(api, guided_json=None) == {}
 
 
 def test_an_empty_list_of_tools_is_as_good_as_none() -> None:

@@ -35,6 +35,14 @@ def test_several_calls_and_text_come_in_chunks_of_their_own_and_each_call_has_on
     assert {choice["finish_reason"] for choice in choices} == {None}
 
 
+def test_reasoning_has_both_names_that_clients_look_for_and_comes_before_the_text() -> None:
+    """vLLM says the end of a thought and the beginning of the text in one chunk."""
+    thought, text = choices_of(event({"reasoning": "So", "content": "Hi"}, token_ids=[1, 2]))
+    assert thought["delta"] == {"reasoning": "So", "reasoning_content": "So"}
+    assert text["delta"] == {"content": "Hi"}
+    assert (thought["token_ids"], text.get("token_ids")) == ([1, 2], None)
+
+
 def test_the_reason_of_the_end_comes_last_and_alone() -> None:
     for delta in ({"content": "."}, {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]}):
         first, last = choices_of(event(delta, "stop", stop_reason=7))

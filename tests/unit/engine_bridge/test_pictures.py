@@ -71,6 +71,8 @@ def test_a_clients_name_stands_for_no_picture() -> None:
     "part",
     (
         {"type": "input_audio", "input_audio": {"data": ""}},
+        {"type": "file", "file": {"filename": "a.pdf", "file_data": ""}},
+        {"type": "input_file", "file_data": "", "filename": "a.pdf"},
         {"video_url": {"url": URL}},
         {"type": "image_embeds", "image_embeds": "A", "uuid": "x"},
         {"type": "tool_result", "content": [{"type": "image_pil", "image_pil": "x"}]},

@@ -10,6 +10,7 @@ from engine_bridge.calls.tool_schemas import (
     closed,
     held_calls,
     is_held,
+    loosened,
     without_remarks,
 )
 
@@ -65,10 +66,37 @@ def test_what_says_nothing_of_an_answer_is_left_out() -> None:
         "anyOf": [plain, date, {"const": {"format": "x"}}],
         "additionalProperties": {"patternProperties": {"^a": plain}},
     }
-    kept = [{"propertyNames": {"pattern": "^a"}}, {"uniqueItems": True}, True, {"format": 7}, {"items": [1]}]
+    assert without_remarks({"items": {"required": None, "properties": None}}) == {"items": {}}
+    kept: list[object] = [{"const": None}, {"properties": {"required": {"default": None}}}]
+    kept += [{"propertyNames": {"pattern": "^a"}}, {"uniqueItems": True}, True, {"format": 7}, {"items": [1]}]
     assert [without_remarks(each) for each in kept] == kept
     grammar = held_calls({"f": {"properties": {"key": text}, "required": ["key"]}})
     assert accepts(grammar, '<tool_call>{"name": "f", "arguments": {"key": "x"}}</tool_call>')
+
+
+def test_rules_beyond_grammars_are_left_out_of_tools_wherever_they_stand() -> None:
+    text, code = {"type": "string"}, {"type": "string", "pattern": "^[a-z]+$"}
+    mine = {
+        "properties": {
+            "not": text | {"not": {"const": "x"}},
+            "list": {"type": "array", "items": text, "uniqueItems": True, "contains": text},
+            "code": {"anyOf": [code, code | {"pattern": "^(?!x)a"}, {"type": "any"}]},
+        },
+        "if": {},
+        "then": {},
+        "dependentRequired": {"a": ["b"]},
+    }
+    assert loosened(mine) == {
+        "properties": {
+            "not": text,
+            "list": {"type": "array", "items": text},
+            "code": {"anyOf": [code, text, {}]},
+        }
+    }
+
+
+def test_an_object_that_must_have_what_it_does_not_name_stays_open() -> None:
+    assert closed(CITY | {"required": ["town"]}) == CITY | {"required": ["town"]}
 
 
 def accepts(grammar: str, answer: str) -> bool:

@@ -10,7 +10,7 @@ from gateway.advisories.drafts import whole_words
 from gateway.errors import GatewayError
 from gateway.sessions.search import excerpt
 from gateway.sessions.text import clean_text, title_from
-from gateway.turns.protocol import decode, encode, frame_id
+from gateway.turns.protocol import Message, decode, encode, frame_id
 
 MIB = 1 << 20
 # What is linear takes a hundredth of it for a megabyte; what is quadratic takes minutes. CPU time, so that a busy machine changes little.
@@ -48,7 +48,12 @@ def test_a_megabyte_of_any_text_is_read_in_proportion_to_its_length(text: str) -
         assert seconds(lambda read=read: read(given)) < LIMIT_S, what  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("value", ["[]", "{}", "1", '""', "[" * 100 + "]" * 100])
+HALF = r"\ud83d"
+
+
+@pytest.mark.parametrize(
+    "value", ["[]", "{}", "1", '""', "[" * 100 + "]" * 100, f'"{HALF}"', f'"{HALF * 99_999}"']
+)
 @pytest.mark.parametrize("head", ['{"type":"ping","t":', '{"type":"stop","id":', '{"type":"hello","more":'])
 def test_a_frame_of_many_values_costs_no_more_than_its_bytes(head: str, value: str) -> None:
     frame = f"{head}[{','.join([value] * (MIB // (len(value) + 1)))}]}}"
@@ -62,3 +67,18 @@ def test_a_frame_of_many_values_costs_no_more_than_its_bytes(head: str, value: s
         encode({"type": "pong", "t": getattr(decoded, "t", None)})
 
     assert seconds(read) < LIMIT_S / 10
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (HALF, "?"),
+        (f"{HALF}{HALF}\\ude00", "?\U0001f600"),
+        (r"\ude00\ud83d\n", "??\n"),
+        (rf"\\{HALF[1:]}{HALF}", r"\ud83d?"),
+    ],
+)
+def test_half_a_character_of_a_message_is_a_question_mark(written: str, read: str) -> None:
+    """A client that cuts a text between the halves of an emoji writes one of them: valid JSON that no UTF-8 text has."""
+    frame = decode(f'{{"type":"message","id":"a","content":"Hi {written}"}}', MIB)
+    assert isinstance(frame, Message) and frame.content == f"Hi {read}"

@@ -100,6 +100,16 @@ async def test_without_a_host_no_name_server_is_asked(
         writer.close()
 
 
+async def test_half_a_character_of_a_body_is_a_question_mark(http: aiohttp.ClientSession) -> None:
+    """An agent would be refused for ever with the history that it cut between the halves of an emoji."""
+    for title, shown in ((rb"Trip \ud83d!", "Trip ?!"), (rb"\ude00 and \ud83d\ude00", "? and \U0001f600")):
+        async with http.post("/api/sessions", data=b'{"title":"%s"}' % title) as reply:
+            assert reply.status == 201 and (await reply.json())["title"] == shown
+    for no_json in (rb'{"title":"\ud83d', rb'{"title":"\ud83d","settings":{"temperature":1e999}}'):
+        async with http.post("/api/sessions", data=no_json) as reply:
+            assert reply.status == 400 and "valid JSON" in await reply.text()
+
+
 @pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/load_lora_adapter"])
 async def test_a_reply_that_says_not_now_says_when(gateways: Gateways, route: str) -> None:
     gateway = await gateways(allow_adapter_loading=True)

@@ -40,6 +40,26 @@ def test_the_defaults_serve_the_demo_model_on_this_machine_only() -> None:
     assert any("no API key" in each for each in load({"host": "0.0.0.0"}).warnings())
 
 
+def test_origins_are_read_as_browsers_send_them_and_others_are_told_of() -> None:
+    """A slash behind it, or a capital, had the page refused, and nothing said why."""
+    sent = {
+        "https://Chat.example/": "https://chat.example",
+        "https://chat.example:443": "https://chat.example",
+        "http://chat.example:443/": "http://chat.example:443",
+        "http://[::1]:3000": "http://[::1]:3000",
+        "app://obsidian.md": "app://obsidian.md",
+        "file://": "file://",
+        "null": "null",
+    }
+    config = load({"cors_origins": tuple(sent)})
+    assert config.cors_origins == tuple(sent.values()) and config.warnings() == []
+    for never in ("chat.example", "https://chat.example/app", "https://*.chat.example"):
+        config = load({"cors_origins": (never,)})
+        assert config.cors_origins == (never,) and [repr(never) in each for each in config.warnings()] == [
+            True
+        ]
+
+
 def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
     """Lists come as TOML lists, repeated flags or commas."""
     write(tmp_path, 'port = 1\nmax_num_seqs = 2\nmax_loras = 3\ncors_origins = ["https://a.example"]\n')

@@ -11,7 +11,7 @@ import pytest
 from engine_bridge.protocol.node import CallFigures, JsonReply, KvSources
 from gateway.access.auth import KeyRing
 from gateway.access.key_file import owner_of
-from gateway.errors import GatewayError
+from gateway.errors import GatewayError, StartupError
 from gateway.people.ledger import Day, Ledger, Spent
 from gateway.people.usage import DAY_S, Usage, num_chars_of, spent_on
 
@@ -92,6 +92,13 @@ async def test_whose_a_key_of_an_older_line_is_is_noted_when_it_is_used(tmp_path
     ledger = await asyncio.to_thread(Ledger.open, tmp_path / "people.sqlite3")
     assert list((await asyncio.to_thread(ledger.key_owners)).values()) == [(owner_of(KEY), "ada")]
     ledger.close()
+
+
+def test_a_damaged_record_says_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "people.sqlite3"
+    path.write_bytes(b"no database" * 1000)
+    with pytest.raises(StartupError, match=r"usage and sign-ins .* is damaged .* Move it"):
+        Ledger.open(path)
 
 
 FIGURES = CallFigures(KvSources(device=1, host=2, disk=3, recomputed=4), 7)

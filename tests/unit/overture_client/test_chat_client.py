@@ -143,6 +143,19 @@ async def test_more_turns_than_a_hello_holds_are_resumed_by_several() -> None:
     assert [len(hello.get("resume", ())) for hello in hellos] == [0, 64, 6]
 
 
+async def test_half_a_character_is_a_question_mark() -> None:
+    """As of an emoji that was cut in two, or of a terminal whose bytes are no UTF-8. It ended the client."""
+    server = Server([*GREETING, "typing", "message", accepted("a"), done("a", 1)])
+    async with server.client() as client:
+        await client.typing("s1", draft="Hi \ud83d")
+        async for _ in client.ask("Hi \ud83d \udcff \U0001f600", turn_id="a"):
+            pass
+    assert [frame.get("draft") or frame.get("content") for frame in server.heard[1:]] == [
+        "Hi ?",
+        "Hi ? ? \U0001f600",
+    ]
+
+
 async def test_a_stop_that_is_lost_with_its_connection_is_said_again() -> None:
     server = Server(
         [*GREETING, "message", accepted("a"), delta("a", 1, "long"), "stop", DROP],

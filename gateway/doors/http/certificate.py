@@ -1,0 +1,69 @@
+"""The server's TLS certificate: read at the start, and again when it has been renewed, as connections that are open keep the one that they have."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from pathlib import Path
+
+from aiohttp import web
+
+from gateway.errors import StartupError
+from gateway.file_signature import Signature, signature_of
+
+log = logging.getLogger(__name__)
+
+# Chosen: who renews certificates does so days before they end.
+LOOK_EVERY_S = 5.0
+
+
+class Certificate:
+    """A certificate with its key, of two files, and the TLS context that uses them."""
+
+    def __init__(self, cert: Path, key: Path) -> None:
+        """Read both files. Raises StartupError for files that are no certificate with its key."""
+        self._cert, self._key = cert, key
+        self._seen = self._signatures()
+        self.context = self._read()
+
+    def _read(self) -> ssl.SSLContext:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            context.load_cert_chain(self._cert, self._key)
+        except (OSError, ssl.SSLError) as error:
+            raise StartupError(
+                f"ssl_certfile and ssl_keyfile: {self._cert} is no certificate of the key {self._key}: {error}"
+            ) from error
+        return context
+
+    def _signatures(self) -> tuple[Signature, ...]:
+        return tuple(signature_of(path) for path in (self._cert, self._key))
+
+    def look(self) -> bool:
+        """Read the files again if they have changed, for connections from now on. Return whether that was so. This blocks.
+
+        Raises:
+            StartupError: they are no certificate with its key, as when only one of them is new yet; the one that was read before stays.
+        """
+        found = self._signatures()
+        if found == self._seen:
+            return False
+        self._seen = found
+        self._read()  # A context that fails half-way through is of no use any more.
+        self.context.load_cert_chain(self._cert, self._key)
+        return True
+
+
+CERTIFICATE = web.AppKey("certificate", Certificate)
+
+
+async def follow_certificate(certificate: Certificate) -> None:
+    """Run until cancelled: take over a renewed certificate."""
+    while True:
+        await asyncio.sleep(LOOK_EVERY_S)
+        try:
+            if await asyncio.to_thread(certificate.look):
+                log.info("the TLS certificate was read again")
+        except StartupError as error:
+            log.error("%s The server goes on with the one that it has.", error.message)
