@@ -12,7 +12,6 @@ from typing import Any
 
 from engine_bridge.calls.built_in_tools import (
     as_functions,
-    check_offered,
     in_rounds,
     with_plain_input,
     with_schema,
@@ -95,9 +94,6 @@ def _changed(value: Any, change: Callable[[dict[str, Any]], Any]) -> Any:
 
 
 def _chat(body: dict[str, Any]) -> dict[str, Any]:
-    if body.get("functions") and not body.get("tools") and body.get("function_call") != "none":
-        # OpenAI's form of tools up to 2023. vLLM passes over it, so that the model would never call one.
-        raise InvalidRequest("`functions` are not read here: offer them as `tools`.", param="functions")
     if "messages" in body:
         body = body | {"messages": _changed(body["messages"], _chat_message)}
     if "stream_options" in body:
@@ -226,11 +222,9 @@ def _responses(body: dict[str, Any]) -> dict[str, Any]:
         # vLLM knows not all of what OpenAI's search of the web may tell, and there is none here.
         kept = [each for each in body["include"] if not str(each).startswith("web_search_call.")]
         body = body | {"include": kept}
-    body = _with_allowed_tools(body)
     if isinstance(body.get("tools"), list):
-        check_offered(body["tools"])
         body = body | {"tools": _changed(body["tools"], with_plain_input)}
-    return body
+    return _with_allowed_tools(body)
 
 
 def _item(item: dict[str, Any]) -> dict[str, Any]:

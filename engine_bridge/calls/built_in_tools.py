@@ -10,8 +10,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from engine_bridge.protocol.errors import InvalidRequest
-
 # -- OpenAI: items of responses -------------------------------------------------------------------------------------------
 
 # Calls that the client ran: the function that they are here, and the field with what it was given.
@@ -27,8 +25,6 @@ _THEIR_OUTPUTS = (
     "apply_patch_call_output",
     "tool_search_output",
 )
-# Tools of which a model is told.
-_OFFERED = ("function", "custom", "namespace")
 # Calls that a server ran, with the fields of what it was given and of what it found, as far as that can be read.
 _RUN_BY_SERVERS = {
     "web_search_call": ("action", ""),
@@ -77,22 +73,6 @@ def with_plain_input(tool: dict[str, Any]) -> dict[str, Any]:
     grammar = f"Its input follows this grammar ({form.get('syntax')}):\n{form.get('definition')}"
     description = "\n\n".join(filter(None, (tool.get("description"), grammar)))
     return tool | {"description": description, "format": {"type": "text"}}
-
-
-def check_offered(tools: list[Any]) -> None:
-    """Refuse a response whose tools are all such as OpenAI's server runs, or as only its models call: vLLM offers none of them, without a word.
-
-    Beside others they are left out.
-
-    Raises:
-        InvalidRequest: none of the tools can be called.
-    """
-    kinds = [_kind(tool) for tool in tools]
-    if kinds and all(kinds) and not any(kind in _OFFERED for kind in kinds):
-        raise InvalidRequest(
-            f"Tools of the type {kinds[0][:100]!r} are not known here. Offer functions or custom tools.",
-            param="tools",
-        )
 
 
 # -- Anthropic -------------------------------------------------------------------------------------------------------------

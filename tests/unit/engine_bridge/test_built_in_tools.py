@@ -95,24 +95,6 @@ def test_a_grammar_of_a_custom_tool_is_said_to_the_model() -> None:
     assert found["description"].startswith("Patches.") and found["description"].endswith("start: /a+/")
 
 
-def test_tools_of_openais_server_are_refused_where_the_model_would_be_told_of_none() -> None:
-    search, mcp, function = {"type": "web_search"}, {"type": "mcp"}, {"type": "function", "name": "f"}
-    own = {"type": "allowed_tools", "mode": "auto", "tools": [search]}
-    for alone in ({"tools": [search, mcp]}, {"tools": [search, function], "tool_choice": own}):
-        with pytest.raises(InvalidRequest, match="'web_search'"):
-            usual_form("responses", {"input": "x"} | alone, 4096)
-    assert usual_form("responses", {"input": "x", "tools": [search, function]}, 4096)["tools"][1] == function
-    assert usual_form("responses", {"input": "x", "tools": []}, 4096)["tools"] == []
-
-
-def test_the_form_of_tools_before_tools_is_refused_where_it_is_to_count() -> None:
-    old: dict[str, Any] = {"messages": [], "functions": [{"name": "f"}]}
-    with pytest.raises(InvalidRequest, match="`tools`"):
-        usual_form("chat", old, 4096)
-    for other in ({"functions": []}, {"function_call": "none"}, {"tools": [{"type": "function"}]}):
-        assert usual_form("chat", old | other, 4096)["messages"] == []
-
-
 def test_what_a_search_of_the_web_may_tell_is_not_asked_of_vllm() -> None:
     asked = ["reasoning.encrypted_content", "web_search_call.action.sources"]
     assert usual_form("responses", {"input": "x", "include": asked}, 4096)["include"] == asked[:1]
