@@ -349,15 +349,16 @@ async def test_a_conversation_with_pictures_is_computed_ahead_and_goes_on(tmp_pa
             await generate(node, [ChatMessage("user", question * 40)], tenant="t")
 
 
+@pytest.mark.parametrize("own", [None, ""])
 async def test_a_model_without_a_chat_template_chats_in_plain_words_and_says_so(
-    tmp_path: Path, caplog: Log
+    tmp_path: Path, caplog: Log, own: str | None
 ) -> None:
     model = tmp_path / "model"
     shutil.copytree(nodes.small().model, model)
     for file in model.glob("chat_template*"):
         file.unlink()
     settings = json.loads((model / "tokenizer_config.json").read_text())
-    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
+    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": own}))
     with caplog.at_level(logging.WARNING, "engine_bridge"):
         async with engine(model, None) as node:
             said = await generate(node, [ChatMessage("user", "Hello!")])
