@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 # What the weights of a model come in. Source: vLLM 0.32, `model_executor/model_loader`.
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.tensors")
 _TOKENIZERS = (
-    "tokenizer.json tokenizer.model* *.model vocab.* tekken.json *.tiktoken *.gguf tokenization*.py".split()
+    "tokenizer.json tokenizer.model* *.model vocab.* tekken.json *.tiktoken tokenization*.py".split()
 )
 _INDEX = "model.safetensors.index.json"
 # What describes a model: in Hugging Face's format, and in Mistral's own.
@@ -73,7 +73,8 @@ def _has_any(folder: Path, patterns: Iterable[str]) -> bool:
 
 def _faults_of_weights(folder: Path) -> Iterator[str]:
     if not _has_any(folder, _WEIGHTS):
-        yield f"{folder} has no weights (*.safetensors)"
+        unread = ": GGUF files are not read" * _has_any(folder, ("*.gguf",))
+        yield f"{folder} has no weights (*.safetensors){unread}"
     if (folder / _INDEX).is_file():
         index = _json_of(folder / _INDEX)
         named = index.get("weight_map") if isinstance(index, dict) else None

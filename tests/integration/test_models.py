@@ -154,6 +154,14 @@ async def test_where_vllm_reuses_no_kv_neither_does_this_server(tmp_path: Path, 
     assert not Oracle(model).num_wrong(prompt, first.token_ids)
 
 
+async def test_queries_grow_behind_the_context_that_a_model_was_first_trained_with() -> None:
+    model, prompts = folder_of(KNOWN["ministral3"]), [text(at, 700) for at in range(2)]
+    oracle = Oracle(model)
+    async with engine(model, None) as node:
+        for prompt in prompts:
+            assert oracle.num_wrong(prompt, await computed(node, prompt)) == 0
+
+
 async def test_a_server_starts_without_what_its_model_cannot_have(tmp_path: Path) -> None:
     """What it has all the same gives the tokens that transformers computes."""
     prompts = [text(at, 300) for at in range(3)]
@@ -341,15 +349,16 @@ async def test_a_conversation_with_pictures_is_computed_ahead_and_goes_on(tmp_pa
             await generate(node, [ChatMessage("user", question * 40)], tenant="t")
 
 
+@pytest.mark.parametrize("own", [None, ""])
 async def test_a_model_without_a_chat_template_chats_in_plain_words_and_says_so(
-    tmp_path: Path, caplog: Log
+    tmp_path: Path, caplog: Log, own: str | None
 ) -> None:
     model = tmp_path / "model"
     shutil.copytree(nodes.small().model, model)
     for file in model.glob("chat_template*"):
         file.unlink()
     settings = json.loads((model / "tokenizer_config.json").read_text())
-    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
+    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": own}))
     with caplog.at_level(logging.WARNING, "engine_bridge"):
         async with engine(model, None) as node:
             said = await generate(node, [ChatMessage("user", "Hello!")])

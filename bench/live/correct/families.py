@@ -188,6 +188,11 @@ FAMILIES = (
     Family("qwen2", "Qwen2Config", _SIZES),
     Family("qwen3", "Qwen3Config", _WITH_HEAD_DIM),
     Family("mistral-window", "MistralConfig", _WITH_HEAD_DIM | _WINDOW),
+    Family(
+        "ministral3",  # queries grow behind the first quarter of its context
+        "Ministral3Config",
+        _WITH_HEAD_DIM | {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.1}},
+    ),
     Family("phi3-window", "Phi3Config", _SIZES | _WINDOW),
     Family(
         "glm4",

@@ -59,7 +59,7 @@ def chat_templates(engine: Any, given: str | None) -> tuple[str | None, str]:
     if not isinstance(engine.renderer, HfRenderer):
         return None, " ".join(getattr(tokenizer, "all_special_tokens", ()))
     found = resolve_chat_template(tokenizer, None, None, model_config=engine.model_config)
-    if found is not None:
+    if found:
         return None, found
     log.warning("this model has no chat template: %s", _PLAINLY)
     return PLAIN, PLAIN

@@ -13,6 +13,7 @@ from engine_bridge.driver.corrections import (
     expert_routing,
     gated_delta,
     mamba2,
+    query_scales,
     rotary,
     seeds,
 )
@@ -22,6 +23,7 @@ from engine_bridge.driver.vllm_api.features import (
     EXPERT_ROUTING,
     GATED_DELTA,
     MAMBA2,
+    QUERY_SCALES,
     ROTARY,
     SEEDS,
 )
@@ -34,6 +36,7 @@ _ON_CPU = {
     GATED_DELTA: gated_delta,
     EXPERT_ROUTING: expert_routing,
 }
+_EVERYWHERE = {BAD_WORDS: bad_words, QUERY_SCALES: query_scales}
 
 
 def install(off: Off, *, on_cpu: bool, has_adapters: bool) -> None:
@@ -50,8 +53,9 @@ def install(off: Off, *, on_cpu: bool, has_adapters: bool) -> None:
     for feature, part in _ON_CPU.items() if on_cpu else ():
         if feature not in off:
             part.install()
-    if BAD_WORDS not in off:
-        bad_words.install()
+    for feature, part in _EVERYWHERE.items():
+        if feature not in off:
+            part.install()
 
 
 def watch(runner: Any, off: Off, *, on_cpu: bool, has_adapters: bool) -> None:

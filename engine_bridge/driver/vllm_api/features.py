@@ -103,6 +103,9 @@ EXPERT_ROUTING = Feature(
     "models that choose experts with a bias write wrong answers on a CPU, and those that do by sigmoids do not start",
     device="cpu",
 )
+QUERY_SCALES = Feature(
+    "queries that grow with their position", "Ministral 3 writes wrong answers behind its first context"
+)
 SEEDS = Feature(
     "seeds on a CPU",
     "a request with a seed whose prompt takes several steps ends the answers of all requests",

@@ -139,8 +139,7 @@ vllm.engine.arg_utils:EngineArgs ENGINE
     call __init__(*, model, served_model_name, dtype, max_num_seqs, enforce_eager, enable_prefix_caching, disable_log_stats, seed, block_size,
         max_model_len, num_gpu_blocks_override, kv_cache_memory_bytes, use_tqdm_on_load, scheduler_cls, structured_outputs_config,
         gpu_memory_utilization, max_num_batched_tokens, quantization, kv_cache_dtype, trust_remote_code, revision, download_dir, speculative_config,
-        limit_mm_per_prompt, skip_mm_profiling, mm_processor_cache_gb)
-        add_cli_args(parser)
+        limit_mm_per_prompt, skip_mm_profiling, mm_processor_cache_gb) add_cli_args(parser)
     call create_model_config()
     write reasoning_config
     MODEL_FACTS: call create_engine_config()
@@ -180,6 +179,8 @@ vllm.model_executor.layers.fused_moe.router.cpu_router:CPURouter EXPERT_ROUTING
     replace __init__(top_k, global_num_experts, use_grouped_topk=False, num_expert_group=None, topk_group=None, renormalize=True,
         scoring_func="softmax", routed_scaling_factor=1.0, e_score_correction_bias=None, custom_routing_function=None, hash_indices_table=None,
         eplb_state=None)
+vllm.model_executor.models.mistral:MistralAttention QUERY_SCALES
+    replace __init__(config, *rest, **options)
 vllm.v1.worker.gpu_model_runner:GPUModelRunner SEEDS at engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     read input_batch discard_request_mask
     replace sample_tokens(grammar_output)
@@ -280,8 +281,7 @@ vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1 KV_TIERS
     override __init__(vllm_config, role, kv_cache_config) requires_kv_delivery requires_piecewise_for_cudagraph(extra_config) on_new_request(request)
         get_num_new_matched_tokens(request, num_computed_tokens) update_state_after_alloc(request, blocks, num_external_tokens)
         build_connector_meta(scheduler_output) update_connector_output(connector_output) request_finished(request, block_ids)
-        has_pending_block_frees()
-        register_kv_caches(kv_caches) bind_connector_metadata(connector_metadata) start_load_kv(forward_context, **kwargs)
+        has_pending_block_frees() register_kv_caches(kv_caches) bind_connector_metadata(connector_metadata) start_load_kv(forward_context, **kwargs)
         wait_for_layer_load(layer_name) save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs) wait_for_save() get_block_ids_with_load_errors()
     read _kv_cache_manager _vllm_config
     RANKS: override build_connector_worker_meta()

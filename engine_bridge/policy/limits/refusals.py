@@ -12,12 +12,18 @@ WHOLE_FILES = "Fetch the model again, with all its files, or serve another one. 
 GENERATING = "Serve a model that generates text. One that makes embeddings may stand beside it: --embedding-model FOLDER"
 DIVIDING_PARTS = "Choose a --tensor-parallel-size that divides it"
 OTHER_SETTING = "Change the setting, or take it away"
+TRUSTED_CODE = "If you trust it: --trust-remote-code"
 OTHER_MODEL = "Serve another model, or try a newer release of vLLM"
 
 
 # What an error of vLLM's says, why that is ({0}, {1} … stand for the pattern's groups), and what to do. Seen in vLLM 0.32 and torch 2.13, with models
 # that these do not serve. The first that fits counts.
 _ERRORS = (
+    (
+        r"(?:contains custom code which must be executed|\btrust_remote_code=True)",
+        "the model brings code of its own, which is not run unless it is trusted",
+        TRUSTED_CODE,
+    ),
     (
         r"'_OpNamespace' '\w+' object has no attribute '(\w+)'",
         "vLLM's build for this device lacks the operation {0}, with which this model computes",
@@ -31,6 +37,11 @@ _ERRORS = (
     (
         r"Failed to find a kernel that can implement the (.*?)(?:\. Reasons.*)?$",
         "vLLM has no kernel for this device that computes this model's quantised weights: the {0}",
+        ANOTHER_DEVICE,
+    ),
+    (
+        r"(Marlin does not support [^.]*)",
+        "vLLM has no kernel for this device that computes this model's quantised weights: {0}",
         ANOTHER_DEVICE,
     ),
     (
@@ -120,6 +131,7 @@ _ERRORS = (
         "there is no folder {0}, and a model on a hub has no such name",
         OTHER_SETTING,
     ),
+    (r"Value error, ([^\[]* is no longer supported)", "vLLM cannot serve this model: {0}", OTHER_MODEL),
     (
         r"validation error for VllmConfig\s+Value error, (.*?) \[type=",
         "vLLM cannot set this model up on this device: {0}",
@@ -130,7 +142,11 @@ _ERRORS = (
         "{0}",
         "Choose another --tokenizer-mode",
     ),
-    (r"(Unknown RoPE scaling type .*)", "config.json is wrong: {0}", OTHER_MODEL),
+    (
+        r"((?:Unknown RoPE scaling type|Missing required keys in `rope_).*)",
+        "config.json is wrong: {0}",
+        OTHER_MODEL,
+    ),
     (r"(Cannot find any model weights.*|Error while deserializing header.*)", "{0}", WHOLE_FILES),
     (r"(Unsupported speculative method: '[^']*')", "{0} with this model", OTHER_DRAFTS),
 )

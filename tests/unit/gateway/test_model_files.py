@@ -51,6 +51,10 @@ INDEX = json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safet
         (written("config.json", '{"model_type":'), "config.json is not JSON"),
         (written("config.json", "[]"), "config.json is not JSON"),
         (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
+        (
+            lambda folder: (folder / "model.safetensors").rename(folder / "model-Q4_K_M.gguf") and None,
+            "has no weights .*: GGUF files are not read",
+        ),
         (cut("model.safetensors", len(WEIGHTS) - 1), f"has {len(WEIGHTS) - 1} of {len(WEIGHTS)} bytes"),
         (cut("model.safetensors", 20), "cut off: it has 20 bytes"),
         (cut("model.safetensors", 0), "cut off: it has 0 bytes"),

@@ -98,7 +98,26 @@ def test_a_model_that_cannot_be_served_is_refused_with_what_to_do(
             "--device",
             False,
         ),
+        (
+            "1 validation error for VllmConfig\n  Value error, Odd quantisation is no longer supported. Use another. [type=value_error]",
+            "serve this model: Odd quantisation is no longer supported",
+            "another model",
+            True,
+        ),
+        (
+            "ValueError: The repository /odd contains custom code which must be executed to correctly load the model.",
+            "brings code of its own",
+            "--trust-remote-code",
+            True,
+        ),
         ("Unknown RoPE scaling type odd", "type odd", "another model", True),
+        ("KeyError: Missing required keys in `rope_parameters`: 'odd'", "'odd'", "another model", True),
+        (
+            "Marlin does not support weight_bits = odd. Only types = [] are supported",
+            "quantised weights: Marlin does not support weight_bits = odd",
+            "--device",
+            False,
+        ),
         (
             "AssertionError: All drafting layers should belong to one group",
             "to one group",
