@@ -56,7 +56,7 @@ def watched_rebuild(
 
     def made() -> object:
         # The event loop may just be reading a figure of what has failed.
-        for _ in range(200):
+        for _ in range(1000):
             if all(ref() is None for ref in refs):
                 break
             time.sleep(0.01)

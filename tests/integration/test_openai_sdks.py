@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from typing import Any, get_args, get_type_hints
@@ -15,8 +16,9 @@ from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params as response_params
 
 from gateway.app import Server
+from gateway.errors import GatewayError
 
-from .conftest import Gateways, SharedNode, engine_has, engine_is_empty, told
+from .conftest import Gateways, SharedNode, engine_has, engine_is_empty, settle, told
 from .facts import CHAT, COMPLETIONS, HELLO, KEYS, MESSAGES, MODEL, RESPONSES, Http
 
 OpenAI = openai.AsyncOpenAI
@@ -183,9 +185,16 @@ async def test_a_named_session_keeps_the_call(client: OpenAI, server: Server) ->
     assert turns[0].status == "done"
     named = {"extra_headers": {"X-Session-Id": "tools-7"}}
     assert await streamed(client, PARIS, ASKS_WEATHER | named) == ("", "get_weather", {"city": "Paris"})
-    (turn,) = (await store.get_session("local", "tools-7")).turns
+    (turn,) = await settle(lambda: turns_of(server, "tools-7"))
     assert (turn.content, turn.answer, turn.status) == (PARIS[0]["content"], "", "done")
     assert turn.finish_reason == "tool_calls"
+
+
+async def turns_of(server: Server, session_id: str) -> list[Any]:
+    """Of a session, which is kept a moment after its client has seen the end of an answer; none before."""
+    with contextlib.suppress(GatewayError):
+        return (await server.services.store.get_session("local", session_id)).turns
+    return []
 
 
 async def test_an_answer_that_is_cut_is_kept_as_one_that_can_go_on(http: Http, server: Server) -> None:

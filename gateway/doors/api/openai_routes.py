@@ -366,9 +366,11 @@ async def _stream(
         await write_events(request, services, response, reply.events, reader)
     finally:
         # Also when the client's connection has ended: closing the events aborts the request in the engine.
-        await reply.events.aclose()  # type: ignore[attr-defined]
-        if recording is not None and reader.has_begun:
-            await asyncio.shield(record(services, recording, reader))
+        try:
+            await reply.events.aclose()  # type: ignore[attr-defined]
+        finally:  # many clients leave as soon as they have read [DONE], which cancels this
+            if recording is not None and reader.has_begun:
+                await asyncio.shield(record(services, recording, reader))
     await response.write_eof()
     return response
 
