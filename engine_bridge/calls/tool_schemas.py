@@ -29,9 +29,10 @@ _NOT_HELD = frozenset(
     uniqueItems propertyNames $dynamicAnchor $dynamicRef $recursiveAnchor $recursiveRef""".split()
 )
 # What its regular expressions do not have: what stands around (words' ends, too), what was found before, and what only other programs' have.
-_LOOKS_AROUND = re.compile(r"\(\?(<?[=!]|>)|\\[1-9bBcGkZ]")
-# Rules under some condition, which may name properties that the object itself does not name.
+_NOT_IN_PATTERNS = re.compile(r"\(\?(<?[=!]|>)|\\[1-9bBcGkZ]")
+# Rules under some condition, and what they have where they may name properties that the object itself does not name.
 _CONDITIONAL = ("then", "else", "dependentSchemas", "dependencies")
+_NAMES_MORE = re.compile(r'"(properties|\$ref)"')
 # What holds values, not schemas.
 _VALUES = ("const", "enum", "default", "examples", "example")
 # Fields that name a whole document.
@@ -80,11 +81,11 @@ def _within_grammars(key: str, value: Any) -> tuple[str, Any] | None:
         return "anyOf", value
     if key == "$ref" and isinstance(value, str):
         return key, value.replace("/oneOf/", "/anyOf/")
-    if key in _CONDITIONAL and '"properties"' in json.dumps(value):
+    if key in _CONDITIONAL and _NAMES_MORE.search(json.dumps(value)):
         return "additionalProperties", True
     is_beyond = key in _NOT_HELD or (key == "type" and value == "any")
     if key == "pattern" and isinstance(value, str):
-        is_beyond = _LOOKS_AROUND.search(value) is not None
+        is_beyond = _NOT_IN_PATTERNS.search(value) is not None
     return None if is_beyond else (key, value)
 
 

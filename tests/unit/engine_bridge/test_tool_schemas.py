@@ -111,6 +111,8 @@ def test_what_fits_a_tool_s_schema_fits_the_loosened_one() -> None:
     # Which property there may be under some condition is not said in one place.
     further = CITY | {"if": {}, "then": {"properties": {"town": {"type": "string"}}}}
     assert loosened(further) == CITY | {"additionalProperties": True}
+    assert loosened(CITY | {"else": {"$ref": "#/$defs/x"}}) == CITY | {"additionalProperties": True}
+    assert loosened(CITY | {"then": {"required": ["city"]}}) == CITY
     assert loosened(further | {"additionalProperties": False}) == CITY | {"additionalProperties": False}
     words = {"type": "object", "properties": {"a": {"type": "string", "pattern": "\\\\bword\\\\b"}}}
     for schema, arguments in (
