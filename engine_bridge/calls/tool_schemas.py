@@ -81,6 +81,8 @@ def _within_grammars(key: str, value: Any) -> tuple[str, Any] | None:
         return "anyOf", value
     if key == "$ref" and isinstance(value, str):
         return key, value.replace("/oneOf/", "/anyOf/")
+    if key == "patternProperties" and isinstance(value, dict) and any(map(_NOT_IN_PATTERNS.search, value)):
+        return key, {".*": {}}
     if key in _CONDITIONAL and _NAMES_MORE.search(json.dumps(value)):
         return "additionalProperties", True
     is_beyond = key in _NOT_HELD or (key == "type" and value == "any")

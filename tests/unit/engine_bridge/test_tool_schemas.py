@@ -114,11 +114,17 @@ def test_what_fits_a_tool_s_schema_fits_the_loosened_one() -> None:
     assert loosened(CITY | {"else": {"$ref": "#/$defs/x"}}) == CITY | {"additionalProperties": True}
     assert loosened(CITY | {"then": {"required": ["city"]}}) == CITY
     assert loosened(further | {"additionalProperties": False}) == CITY | {"additionalProperties": False}
-    words = {"type": "object", "properties": {"a": {"type": "string", "pattern": "\\\\bword\\\\b"}}}
+    others = {
+        "type": "object",
+        "patternProperties": {"^(?!x)": {"type": "string"}},
+        "additionalProperties": False,
+    }
+    words = {"type": "object", "properties": {"a": {"type": "string", "pattern": r"\bword\b"}}}
     for schema, arguments in (
         (either, '{"b": "x"}'),
         (further, '{"city": "x", "town": "y"}'),
         (words, '{"a": "x"}'),
+        (others, '{"y": "x"}'),
     ):
         assert accepts(
             held_calls({"f": schema}), f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
