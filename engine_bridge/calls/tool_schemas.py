@@ -17,6 +17,8 @@ _BOUNDED = frozenset(
 # Source: RFC 8259 §6: readers that keep numbers as doubles agree on integers up to here.
 MAX_INTEGER = 2**53 - 1
 _NAMED = ("properties", "$defs", "definitions")
+# Under these stand names that a client has chosen, and no keywords.
+_OF_NAMES = (*_NAMED, "patternProperties", "dependentSchemas", "dependencies")
 _LISTED = ("anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties")
 # The formats of texts that llguidance holds an answer to; it refuses all others. Source: llguidance 1.x, `formats.rs`, tried one by one.
@@ -26,11 +28,17 @@ _NOT_HELD = frozenset(
     """not if then else dependentRequired dependentSchemas dependencies unevaluatedProperties unevaluatedItems contains minContains maxContains
     uniqueItems propertyNames $dynamicAnchor $dynamicRef $recursiveAnchor $recursiveRef""".split()
 )
-# What its regular expressions do not have: what stands around, and what was found before.
-_LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<")
+# What its regular expressions do not have: what stands around (words' ends, too), what was found before, and what only other programs' have.
+_NOT_IN_PATTERNS = re.compile(r"\(\?(<?[=!]|>)|\\[1-9bBcGkZ]")
+# Rules under some condition, and what they have where they may name properties that the object itself does not name.
+_CONDITIONAL = ("then", "else", "dependentSchemas", "dependencies")
+_NAMES_MORE = re.compile(r'"(properties|\$ref)"')
+# What holds values, not schemas.
+_VALUES = ("const", "enum", "default", "examples", "example")
 # Fields that name a whole document.
 _OF_A_DOCUMENT = ("$schema", "$id", "id")
 _MAY_BE_NULL = ("const", "default")
+_REFERENCES = re.compile(r'"#/\$defs/([^"/]*)"')
 _ANY_NAME: tuple[Any, ...] = (True, {}, {"type": "string"})
 # How llguidance writes JSON by a schema. By default it writes no spaces.
 _SPACED = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
@@ -42,52 +50,67 @@ def without_remarks(schema: Any) -> Any:
     """Return the same schema without what says nothing of an answer, which llguidance refuses.
 
     A format that is not known is a remark (JSON Schema 2020-12, "Validation", §7.2.1), such as `password`, `int32` or `cuid`: schemas made from
-    classes are full of them. Any property's name is a text, `uniqueItems` may be false, and an empty list of Go's or C#'s comes as null.
+    classes are full of them. Any property's name is a text, `uniqueItems` may be false, an empty list of Go's or C#'s comes as null, and an empty
+    object of PHP's as a list.
     """
-    return _without(schema, _is_remark)
+    return _changed(schema, _unless_remark)
 
 
 def loosened(schema: Any) -> Any:
     """Return the schema of a tool's arguments without the rules to which llguidance cannot hold an answer, and which it refuses.
 
-    OpenAI's and Anthropic's servers promise arguments by their schema only for tools that are `strict`, and take every schema for others.
+    OpenAI's and Anthropic's servers promise arguments by their schema only for tools that are `strict`, and take every schema for others. What fits
+    the schema fits this one, too.
     """
-    return _without(schema, _is_beyond_grammars)
+    return _changed(schema, _within_grammars)
 
 
-def _is_remark(key: str, value: Any) -> bool:
-    return (
+def _unless_remark(key: str, value: Any) -> tuple[str, Any] | None:
+    is_remark = (
         (key == "format" and isinstance(value, str) and value not in _FORMATS)
         or (key == "propertyNames" and value in _ANY_NAME)
         or (key == "uniqueItems" and value is False)
         or (value is None and key not in _MAY_BE_NULL)
+        or (value == [] and key in _NAMED)
     )
+    return None if is_remark else (key, value)
 
 
-def _is_beyond_grammars(key: str, value: Any) -> bool:
-    if key == "pattern":
-        return isinstance(value, str) and _LOOKS_AROUND.search(value) is not None
-    return key in _NOT_HELD or (key == "type" and value == "any")
+def _within_grammars(key: str, value: Any) -> tuple[str, Any] | None:
+    if key == "oneOf":  # refused unless it is plain that no two of them fit at once
+        return "anyOf", value
+    if key == "$ref" and isinstance(value, str):
+        return key, value.replace("/oneOf/", "/anyOf/")
+    if key == "patternProperties" and isinstance(value, dict) and any(map(_NOT_IN_PATTERNS.search, value)):
+        return key, {".*": {}}
+    if key in _CONDITIONAL and _NAMES_MORE.search(json.dumps(value)):
+        return "additionalProperties", True
+    is_beyond = key in _NOT_HELD or (key == "type" and value == "any")
+    if key == "pattern" and isinstance(value, str):
+        is_beyond = _NOT_IN_PATTERNS.search(value) is not None
+    return None if is_beyond else (key, value)
 
 
-def _without(schema: Any, is_left_out: Callable[[str, Any], bool]) -> Any:
-    """Return a schema without some of its keywords, at any depth."""
+def _changed(schema: Any, change: Callable[[str, Any], tuple[str, Any] | None]) -> Any:
+    """Return a schema with its keywords changed, at any depth.
+
+    change: returns for a keyword and its value what stands there instead, if the schema has no such keyword besides; None for nothing.
+    """
     if not isinstance(schema, dict):
         return schema
     found: dict[str, Any] = {}
-    for key, value in schema.items():
-        if is_left_out(key, value):
+    for own, given in schema.items():
+        changed = change(own, given)
+        if changed is None or (changed[0] != own and changed[0] in schema):
             continue
+        key, value = changed
         if key in _NAMED or key == "patternProperties":
-            value = (
-                {name: _without(each, is_left_out) for name, each in value.items()}
-                if isinstance(value, dict)
-                else value
-            )
+            if isinstance(value, dict):
+                value = {name: _changed(each, change) for name, each in value.items()}
         elif key in _LISTED or key == "allOf":
-            value = [_without(each, is_left_out) for each in value] if isinstance(value, list) else value
+            value = [_changed(each, change) for each in value] if isinstance(value, list) else value
         elif key in _SINGLE:
-            value = _without(value, is_left_out)
+            value = _changed(value, change)
         found[key] = value
     return found
 
@@ -100,14 +123,14 @@ def portable(schema: dict[str, Any], name: str) -> tuple[dict[str, Any], dict[st
     own = {key: value for key, value in schema.items() if key not in _OF_A_DOCUMENT}
     if not _refers(own):
         return {key: value for key, value in own.items() if key not in ("$defs", "definitions")}, {}
-    place = f"#/$defs/{name}"
-    return {"$ref": place}, {name: _moved(own, place)}
+    place, document = f"#/$defs/{name}", str(schema.get("$id", "")).removesuffix("#")
+    return {"$ref": place}, {name: _moved(own, place, document)}
 
 
 def with_definitions(schema: Any, definitions: Mapping[str, Any]) -> Any:
     """Return a schema with those definitions to which it refers."""
-    text = json.dumps(schema)
-    used = {name: each for name, each in definitions.items() if f'"#/$defs/{name}"' in text}
+    names = set(_REFERENCES.findall(json.dumps(schema))) if definitions else ()
+    used = {name: each for name, each in definitions.items() if name in names}
     return schema | {"$defs": used} if used else schema
 
 
@@ -119,16 +142,23 @@ def _refers(schema: Any) -> bool:
     return isinstance(schema.get("$ref"), str) or any(map(_refers, schema.values()))
 
 
-def _moved(schema: Any, place: str) -> Any:
-    """Return a schema whose references are right where its document stands at a place of another one."""
+def _moved(schema: Any, place: str, document: str) -> Any:
+    """Return a schema whose references are right where its document stands at a place of another one. document: its own address, or ""."""
     if isinstance(schema, list):
-        return [_moved(each, place) for each in schema]
+        return [_moved(each, place, document) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {key: _moved(value, place) for key, value in schema.items()}
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _OF_NAMES and isinstance(value, dict):
+            found[key] = {name: _moved(each, place, document) for name, each in value.items()}
+        else:
+            found[key] = value if key in _VALUES else _moved(value, place, document)
     reference = found.get("$ref")
-    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
-        found["$ref"] = place + reference[1:]
+    if isinstance(reference, str):
+        pointer = reference.removeprefix(document)
+        if pointer in ("", "#") or pointer.startswith("#/"):
+            found["$ref"] = place + pointer[1:]
     return found
 
 

@@ -16,14 +16,15 @@ _LOOPBACK_NAMES = ("localhost",)
 _PRIVATE_NAMES = ("local", "internal", "home.arpa")
 # What browsers send besides the origin of a page: of a file, or a frame without an origin. "*" stands for all origins.
 _NO_PAGES = ("*", "null")
-_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([^/?#*\s]*)/?")
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._:\[\]-]*)/?")
 _USUAL_PORTS = {"http": ":80", "https": ":443"}
 
 
 def as_origin(written: str) -> str | None:
     """Return an origin that an operator has written as browsers send it: in lower case, with no slash behind it, and without its scheme's usual port.
 
-    Returns None for what no browser sends: a name without a scheme, an address with a path, a pattern. Source: RFC 6454 §6.2.
+    Returns None for what no browser sends: a name without a scheme, or with letters that its punycode (`xn--…`) lacks, an address with a path or a
+    user, a pattern. Source: RFC 6454 §6.2.
     """
     origin = written.strip().lower()
     if origin in _NO_PAGES:

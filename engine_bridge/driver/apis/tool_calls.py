@@ -8,7 +8,7 @@ that is used here (docs/decisions/0016). A model without a parser gets a parser 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal
 
@@ -99,8 +99,8 @@ def _demanded(parser: Any, request: Any, *, makes_one_call: bool) -> Any:
     The client's own settings in that place stay where vLLM puts nothing there (tools that are no functions).
     """
     asked = getattr(request, "structured_outputs", None), getattr(request, "text", None)
-    tools, request.tools = request.tools, [tool.model_copy(deep=True) for tool in request.tools]
-    definitions = _make_portable(request.tools)
+    definitions: dict[str, Any] = {}
+    tools, request.tools = request.tools, [_portable(tool, definitions) for tool in request.tools]
     try:
         request = ToolParser.adjust_request(parser, request)
     finally:
@@ -119,24 +119,18 @@ def _demanded(parser: Any, request: Any, *, makes_one_call: bool) -> Any:
     return request
 
 
-def _make_portable(tools: list[Any]) -> dict[str, Any]:
-    """Change the schemas of tools' arguments into such as can stand in one schema together. Returns what that one needs in its `$defs`."""
-    definitions: dict[str, Any] = {}
-    for number, function in enumerate(_functions(tools)):
-        if isinstance(function.parameters, dict):
-            schema = function.parameters if function.strict else loosened(function.parameters)
-            function.parameters, needed = portable(schema, f"arguments_{number}")
-            definitions |= needed
-    return definitions
-
-
-def _functions(tools: list[Any]) -> Iterator[Any]:
-    """Yield the functions among tools of any API, those of a namespace one by one."""
-    for tool in tools:
-        if tool.type == "function":
-            yield getattr(tool, "function", tool)
-        elif tool.type == "namespace":
-            yield from _functions(tool.tools)
+def _portable(tool: Any, definitions: dict[str, Any]) -> Any:
+    """Return a tool of any API whose arguments' schema can stand in one schema with others'. What that one needs is put into `definitions`."""
+    if tool.type == "namespace":
+        return tool.model_copy(update={"tools": [_portable(each, definitions) for each in tool.tools]})
+    function = getattr(tool, "function", tool)
+    if tool.type != "function" or not isinstance(function.parameters, dict):
+        return tool
+    schema = function.parameters if function.strict else loosened(function.parameters)
+    parameters, needed = portable(schema, f"arguments_{len(definitions)}")
+    definitions |= needed
+    changed = function.model_copy(update={"parameters": parameters})
+    return changed if function is tool else tool.model_copy(update={"function": changed})
 
 
 def _held(request: Any) -> Any:

@@ -25,7 +25,12 @@ class Certificate:
         """Read both files. Raises StartupError for files that are no certificate with its key."""
         self._cert, self._key = cert, key
         self._seen = self._signatures()
-        self.context = self._read()
+        self.context = self._newest = self._read()
+        self.context.sni_callback = self._use_newest
+
+    def _use_newest(self, connection: ssl.SSLObject, *_: object) -> None:
+        """Give a connection that begins what was read last. A context itself is not changed: connections begin in it meanwhile."""
+        connection.context = self._newest
 
     def _read(self) -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -44,14 +49,14 @@ class Certificate:
         """Read the files again if they have changed, for connections from now on. Return whether that was so. This blocks.
 
         Raises:
-            StartupError: they are no certificate with its key, as when only one of them is new yet; the one that was read before stays.
+            StartupError: they are no certificate with its key, as when only one of them is new yet; the one that was read before stays, and the
+                next look reads them again.
         """
         found = self._signatures()
         if found == self._seen:
             return False
+        self._newest = self._read()
         self._seen = found
-        self._read()  # A context that fails half-way through is of no use any more.
-        self.context.load_cert_chain(self._cert, self._key)
         return True
 
 
@@ -60,10 +65,14 @@ CERTIFICATE = web.AppKey("certificate", Certificate)
 
 async def follow_certificate(certificate: Certificate) -> None:
     """Run until cancelled: take over a renewed certificate."""
+    said = ""
     while True:
         await asyncio.sleep(LOOK_EVERY_S)
         try:
             if await asyncio.to_thread(certificate.look):
                 log.info("the TLS certificate was read again")
+                said = ""
         except StartupError as error:
-            log.error("%s The server goes on with the one that it has.", error.message)
+            if error.message != said:
+                log.error("%s The server goes on with the one that it has.", error.message)
+            said = error.message

@@ -1,3 +1,4 @@
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from engine_bridge.calls.tool_schemas import (
     held_calls,
     is_held,
     loosened,
+    portable,
+    with_definitions,
     without_remarks,
 )
 
@@ -67,6 +70,10 @@ def test_what_says_nothing_of_an_answer_is_left_out() -> None:
         "additionalProperties": {"patternProperties": {"^a": plain}},
     }
     assert without_remarks({"items": {"required": None, "properties": None}}) == {"items": {}}
+    assert without_remarks({"type": "object", "properties": [], "required": []}) == {
+        "type": "object",
+        "required": [],
+    }
     kept: list[object] = [{"const": None}, {"properties": {"required": {"default": None}}}]
     kept += [{"propertyNames": {"pattern": "^a"}}, {"uniqueItems": True}, True, {"format": 7}, {"items": [1]}]
     assert [without_remarks(each) for each in kept] == kept
@@ -93,6 +100,70 @@ def test_rules_beyond_grammars_are_left_out_of_tools_wherever_they_stand() -> No
             "code": {"anyOf": [code, text, {}]},
         }
     }
+
+
+def test_what_fits_a_tool_s_schema_fits_the_loosened_one() -> None:
+    named = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "string"}}}
+    either = named | {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}
+    first = {"properties": {"x": either | {"anyOf": []}, "y": {"$ref": "#/properties/z/oneOf/0"}}}
+    loose = {"properties": {"x": named | {"anyOf": []}, "y": {"$ref": "#/properties/z/anyOf/0"}}}
+    assert loosened(first) == loose
+    # Which property there may be under some condition is not said in one place.
+    further = CITY | {"if": {}, "then": {"properties": {"town": {"type": "string"}}}}
+    assert loosened(further) == CITY | {"additionalProperties": True}
+    assert loosened(CITY | {"else": {"$ref": "#/$defs/x"}}) == CITY | {"additionalProperties": True}
+    assert loosened(CITY | {"then": {"required": ["city"]}}) == CITY
+    assert loosened(further | {"additionalProperties": False}) == CITY | {"additionalProperties": False}
+    others = {
+        "type": "object",
+        "patternProperties": {"^(?!x)": {"type": "string"}},
+        "additionalProperties": False,
+    }
+    words = {"type": "object", "properties": {"a": {"type": "string", "pattern": r"\bword\b"}}}
+    for schema, arguments in (
+        (either, '{"b": "x"}'),
+        (further, '{"city": "x", "town": "y"}'),
+        (words, '{"a": "x"}'),
+        (others, '{"y": "x"}'),
+    ):
+        assert accepts(
+            held_calls({"f": schema}), f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+        )
+
+
+def test_references_are_moved_and_values_that_look_like_some_are_not() -> None:
+    value = {"$ref": "#/properties/a"}
+    named = {
+        "enum": {"$ref": "#/properties/$ref"},
+        "$ref": {"const": value, "default": value, "enum": [value]},
+    }
+    absolute = {"$ref": "https://schemas.example/s#/properties/enum"}
+    schema = {
+        "$id": "https://schemas.example/s#",
+        "properties": named | {"of": absolute, "all": {"$ref": "#"}},
+    }
+    assert portable(schema, "n") == (
+        {"$ref": "#/$defs/n"},
+        {
+            "n": {
+                "properties": {
+                    "enum": {"$ref": "#/$defs/n/properties/$ref"},
+                    "$ref": named["$ref"],
+                    "of": {"$ref": "#/$defs/n/properties/enum"},
+                    "all": {"$ref": "#/$defs/n"},
+                }
+            }
+        },
+    )
+
+
+def test_many_tools_with_references_are_looked_through_once() -> None:
+    """Each was looked for in the schema of all: fifteen thousand, on the event loop, held up everybody for ten seconds."""
+    definitions = {f"n{number}": {"type": "object"} for number in range(20_000)}
+    whole = {"anyOf": [{"$ref": f"#/$defs/{name}", "description": "x" * 50} for name in definitions]}
+    began_s = time.process_time()
+    assert with_definitions(whole, definitions | {"unused": {}}) == whole | {"$defs": definitions}
+    assert time.process_time() - began_s < 2, "it takes some hundredths"
 
 
 def test_an_object_that_must_have_what_it_does_not_name_stays_open() -> None:

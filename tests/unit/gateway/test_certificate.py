@@ -1,5 +1,7 @@
 """A TLS certificate that is renewed while the server runs."""
 
+import errno
+import os
 import shutil
 import ssl
 from pathlib import Path
@@ -8,6 +10,8 @@ import aiohttp
 import pytest
 
 from engine_bridge.cluster.trust import Trust
+from gateway.doors.http.certificate import Certificate
+from gateway.errors import StartupError
 from tests.unit.cluster.certificates import certified
 
 from .conftest import Gateways
@@ -48,3 +52,23 @@ async def test_a_renewed_certificate_is_used_from_then_on(
             with pytest.raises(aiohttp.ClientConnectorCertificateError):
                 await is_well(another)
         assert await is_well(open_before)
+
+
+def test_files_that_could_not_be_read_once_are_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They had not changed since, so a server that had no file left to open at that moment kept the old certificate for ever."""
+    used, new = certified(tmp_path, "used", "127.0.0.1"), certified(tmp_path, "new", "127.0.0.1")
+    certificate = Certificate(Path(used.cert), Path(used.key))
+    shutil.copy(new.cert, used.cert)
+    shutil.copy(new.key, used.key)
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(ssl.SSLContext, "load_cert_chain", fails)
+        with pytest.raises(StartupError, match="Too many open files"):
+            certificate.look()
+    assert certificate.look() and not certificate.look()
+
+
+def fails(*_: object) -> None:
+    """Open a file when there are too many."""
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))

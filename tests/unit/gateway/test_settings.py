@@ -53,7 +53,8 @@ def test_origins_are_read_as_browsers_send_them_and_others_are_told_of() -> None
     }
     config = load({"cors_origins": tuple(sent)})
     assert config.cors_origins == tuple(sent.values()) and config.warnings() == []
-    for never in ("chat.example", "https://chat.example/app", "https://*.chat.example"):
+    others = ("https://me:secret@chat.example", "https://büro.example")
+    for never in ("chat.example", "https://chat.example/app", "https://*.chat.example", *others):
         config = load({"cors_origins": (never,)})
         assert config.cors_origins == (never,) and [repr(never) in each for each in config.warnings()] == [
             True
