@@ -104,9 +104,12 @@ def _chat(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _guided(body: dict[str, Any]) -> dict[str, Any]:
-    """Return a body whose answer's form stands where vLLM looks for it since 0.12: it passes over the fields from before."""
+    """Return a body whose answer's form stands where vLLM looks for it since 0.12: it passes over the fields from before.
+
+    Beside another form, or tools, which vLLM refuses together, they are still passed over.
+    """
     form = {name: body[field] for field, name in _GUIDED.items() if field in body}
-    if not form or "structured_outputs" in body:
+    if not form or any(body.get(name) for name in ("structured_outputs", "response_format", "tools")):
         return body
     return {name: value for name, value in body.items() if name not in _GUIDED} | {"structured_outputs": form}
 

@@ -103,8 +103,15 @@ def test_forms_of_answers_in_the_fields_of_earlier_versions_of_vllm_count(api: A
         ("grammar", "start: /a/"),
     ):
         assert formed(api, **{f"guided_{name}": value}) == {"structured_outputs": {name: value}}
-    both = {"guided_regex": "a", "structured_outputs": {"regex": "b"}}
-    assert formed(api, **both) == both and formed(api, guided_json=None) == {}
+    json_object, tool = {"type": "json_object"}, {"type": "function", "function": {"name": "f"}}
+    for field, value in (
+        ("structured_outputs", {"regex": "b"}),
+        ("response_format", json_object),
+        ("tools", [tool]),
+    ):
+        both = {"guided_regex": "a", field: value}
+        assert formed(api, **both) == both, "vLLM refuses two at once"
+    assert formed(api, guided_json=None) == {}
 
 
 def test_an_empty_list_of_tools_is_as_good_as_none() -> None:
