@@ -23,8 +23,8 @@ endif
 FLAGS := $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL)) --device $(DEVICE)
 SEVERAL := $(filter-out 1,$(NODES))
 
-# Five processes on two cores, because for more than half of its time a test waits for a process, a page or a core; a file's tests all in one of them (they share an engine), in the order that the engines need.
-WORKERS := -n 5 --dist loadfile --no-loadscope-reorder --durations=10
+# Four processes on two cores, because for half of its time a test waits for a process, a page or a core; a file's tests all in one of them (they share an engine), in the order that the engines need.
+WORKERS := -n 4 --dist loadfile --no-loadscope-reorder --durations=10
 
 .PHONY: help venv serve ray node test fuzz dockerfile docs-check lint format bench bench-sim clients models results wheels pins gpu-kit vllm-names browser clean
 
