@@ -55,11 +55,12 @@ def watched_rebuild(
             looks_at_all.append(gc.get_freeze_count() == 0)
 
     def made() -> object:
-        # The event loop may just be reading a figure of what has failed.
-        for _ in range(1000):
+        # The event loop may have been reading a figure of what has failed when that was collected. Building collects again before it takes memory.
+        for _ in range(20):
             if all(ref() is None for ref in refs):
                 break
-            time.sleep(0.01)
+            time.sleep(0.1)
+            gc.collect()
         left.append([type(ref()).__name__ for ref in refs if ref() is not None])
         gc.callbacks.append(note)
         try:
