@@ -22,9 +22,9 @@ def install() -> None:
     def init(self: Any, config: Any, *rest: Any, **options: Any) -> None:
         """Make a layer, as vLLM has it, of a configuration that names the scale as vLLM does."""
         rope = getattr(config, "rope_parameters", None) or {}
-        beta = rope.get("llama_4_scaling_beta")
-        if beta is not None and getattr(config, "llama_4_scaling", None) is None:
-            first_context = rope["original_max_position_embeddings"]
+        beta, first_context = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
+        # Without the first context nobody knows where the scale begins: the model is served as vLLM serves it.
+        if beta and first_context and getattr(config, "llama_4_scaling", None) is None:
             config.llama_4_scaling = {"beta": beta, "original_max_position_embeddings": first_context}
         stock(self, config, *rest, **options)
 
