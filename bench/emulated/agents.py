@@ -206,8 +206,10 @@ class Continuum:
 class Agent:
     """One program that runs: asks, waits for its tools and helpers, and asks again."""
 
-    def __init__(self, play: Play, name: str, turns: tuple[Turn, ...], ended: Callable[[], None]) -> None:
-        self._play, self._name, self._turns, self._ended = play, name, turns, ended
+    def __init__(
+        self, play: Play, name: str, turns: tuple[Turn, ...], ended: Callable[[], None], caller: str = ""
+    ) -> None:
+        self._play, self._name, self._turns, self._ended, self._caller = play, name, turns, ended, caller
         self._at, self._num_tokens, self._num_helpers = 0, 0, 0
         self._asked: set[str] = set()
         self.ask()
@@ -224,6 +226,7 @@ class Agent:
             turn.num_answer_tokens,
             session=session,
             turn="continues" if session in self._asked else "begins",
+            caller="" if session in self._asked else self._caller,
         )
         self._asked.add(session)
         self._play.send(arrival, self._answered)
@@ -242,7 +245,7 @@ class Agent:
             self._play.goes_away(self._session(turn), turn)
         self._num_helpers = len(turn.helpers)
         for number, turns in enumerate(turn.helpers):
-            Agent(self._play, f"{self._name}.{self._at}.{number}", turns, self._helped)
+            Agent(self._play, f"{self._name}.{self._at}.{number}", turns, self._helped, self._name)
         if not turn.helpers:
             self._play.after(turn.pause_s, self.ask)
 

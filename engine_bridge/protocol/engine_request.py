@@ -89,6 +89,7 @@ class EngineRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
         priority: lower first; a client's, checked.
         turn: of a request with tools: `begins` where a person's message or another program asks, `continues` where it brings tools' results; "" for a
             request without tools.
+        caller: the session whose program this one works for; "" for none, or where that is not known.
         keeps_ids: whether the gateway stores the ids of an API call's prompt and answer.
         expected_tokens: how long the client expects the answer to be, which is not trusted; None where it does not say.
         goes_on: whether the last message is a cut answer of the model, which is to be continued.
@@ -116,6 +117,7 @@ class EngineRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     weight: float = 1.0
     priority: int = 0
     turn: Literal["", "begins", "continues"] = ""
+    caller: str = ""
     keeps_ids: bool = False
     expected_tokens: int | None = None
     goes_on: bool = False

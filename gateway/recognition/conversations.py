@@ -104,6 +104,14 @@ class Conversations:
         """Return the tenant's sessions under a client's name, in the order in which they began."""
         return [each.session_id for each in self._named.get((tenant, name), ())]
 
+    def caller_of(self, conversation: Conversation) -> str:
+        """Return the session under the same name that waits for its tools, of which this conversation may be one; "" for none."""
+        own = self._named.get(conversation.scope[:2], ())
+        waiting = (
+            each for each in own if each.calls_tools and not each.num_running and each is not conversation
+        )
+        return next((each.session_id for each in waiting), "")
+
     def standing(self, tenant: str, found: Fingerprint) -> Conversation | None:
         """Return the tenant's unnamed conversation whose last call was this one, or which this one continues; None where none or several may be."""
         scope = (tenant, "", "")

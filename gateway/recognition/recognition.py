@@ -15,10 +15,11 @@ from gateway.access.auth import tenant_of
 from gateway.advisories.advisories import MAX_TTL_S, Advisories, AdvisoryRequest
 from gateway.errors import GatewayError
 from gateway.metrics.metrics import Metrics
+from gateway.recognition.callers import Callers, handed_lines
 from gateway.recognition.conversations import Conversation, Conversations
 from gateway.recognition.fingerprints import ends_with_results, fingerprint, marks, turn_of
 from gateway.recognition.runs import AgentRuns
-from gateway.recognition.session_names import session_name
+from gateway.recognition.session_names import caller_name, session_name
 from gateway.recognition.tool_pauses import ToolPauses
 from gateway.turns.replies import AnswerReader
 
@@ -29,6 +30,8 @@ LIKELY_BACK = 0.95
 # A conversation that stays away longer than was announced is announced again: for as long as its tools take when they have taken so long already, and
 # each time it is half as likely to come back. Chosen: three more times, behind which one in a hundred would.
 MAX_ANNOUNCED = 4
+# How a session's first call is found; those of stored sessions may be any. Only such a call may begin a helper.
+FIRST_CALLS = ("new", "named", "stored")
 # Seconds after which the end of an announcement was noted for sure. Chosen.
 GRACE_S = 0.1
 # Longer bodies are read on another thread: a history of a megabyte takes milliseconds. Chosen.
@@ -45,6 +48,7 @@ class SessionCall:
         session_id: the session's name for the node.
         model: the adapter that it names; None for the base model.
         conversation: None for a session that is stored, whose client named it.
+        caller: the session that it works for, as far as that is known; "" for none.
         is_over: whether its end was noted.
         at_end: what to do then; None for nothing.
     """
@@ -53,6 +57,7 @@ class SessionCall:
     session_id: str
     model: str | None
     conversation: Conversation | None = None
+    caller: str = ""
     is_over: bool = False
     at_end: Callable[[], None] | None = None
 
@@ -73,11 +78,6 @@ class Away:
     num_announced: int = 0
     timer: asyncio.TimerHandle | None = None
 
-    def is_over(self) -> None:
-        """Note that it is back, or forgotten."""
-        if self.timer is not None:
-            self.timer.cancel()
-
 
 class Recognition:
     """Finds the session of each call, and announces that a session comes back when its answer has called tools.
@@ -96,6 +96,7 @@ class Recognition:
         """Calls by how their session was found."""
         self._advisories, self._metrics, self._clock = advisories, metrics, clock
         self._away: OrderedDict[tuple[str, str], Away] = OrderedDict()
+        self._callers = Callers()
 
     async def began(
         self,
@@ -134,6 +135,8 @@ class Recognition:
                 name = session_name(headers, body)
                 call.conversation, how = self.conversations.began(tenant_of(owner), name, found, session_id)
                 call.session_id = call.conversation.session_id
+            if how in FIRST_CALLS and turn_of(body) == "begins":
+                call.caller = self._caller_of(call, headers, body)
             self._metrics.session_calls.labels(how).inc()
             self.counts[how] += 1
             self.runs.asked(
@@ -141,6 +144,7 @@ class Recognition:
                 call.session_id,
                 self._clock(),
                 model=model,
+                caller=call.caller,
                 offers_tools=bool(turn_of(body)),
                 pause_s=self._came_back(call, body),
                 is_rewritten=how == "rewritten",
@@ -167,7 +171,7 @@ class Recognition:
             if call.at_end is not None:
                 call.at_end()  # first: what the client says of its session counts for more than what its tools let expect
             if tools:
-                self._goes_away(call, frozenset(tools.values()))
+                self._goes_away(call, frozenset(tools.values()), handed_lines(reader.arguments))
         except Exception:
             log.exception("the end of a call could not be noted")
 
@@ -177,12 +181,23 @@ class Recognition:
         known = self.conversations.standing(tenant_of(owner), found) if found is not None else None
         return [known.session_id] if known is not None else []
 
+    def _caller_of(self, call: SessionCall, headers: Mapping[str, str], body: dict[str, Any]) -> str:
+        """Return the session that a new one works for: as its client says, by the task that was handed to it, or by the name that both have."""
+        tenant, name = tenant_of(call.owner), caller_name(headers, body)
+        if name:
+            found = next(iter(self.conversations.named(tenant, name)), name)
+        elif not (found := self._callers.caller_of(tenant, body)) and call.conversation is not None:
+            # Many clients may share such a key.
+            is_shared = session_name(headers, body).source == "prompt_cache_key"
+            found = "" if is_shared else self.conversations.caller_of(call.conversation)
+        return found if found != call.session_id else ""
+
     def _came_back(self, call: SessionCall, body: dict[str, Any]) -> float | None:
         """Return how long its tools took, of a call that brings their results, after noting it; None of any other."""
-        away = self._away.pop((call.owner, call.session_id), None)
+        away = self._away.get(key := (call.owner, call.session_id))
         if away is None:
             return None
-        away.is_over()
+        self._is_back(key)
         self._advisories.came_back(call.owner, call.session_id)
         if not ends_with_results(body):
             return None
@@ -190,13 +205,20 @@ class Recognition:
         self.pauses.note(tenant_of(call.owner), away.tools, pause_s)
         return pause_s
 
-    def _goes_away(self, call: SessionCall, tools: frozenset[str]) -> None:
+    def _is_back(self, key: tuple[str, str]) -> None:
+        """Forget a session that waits for its tools no longer; one that does not is ignored."""
+        if (away := self._away.pop(key, None)) is not None and away.timer is not None:
+            away.timer.cancel()
+        owner, session_id = key
+        self._callers.came_back(tenant_of(owner), session_id)
+
+    def _goes_away(self, call: SessionCall, tools: frozenset[str], handed: list[bytes]) -> None:
         key = call.owner, call.session_id
-        if (before := self._away.pop(key, None)) is not None:
-            before.is_over()
+        self._is_back(key)
         self._away[key] = away = Away(tools, call.model, self._clock())
+        self._callers.went_away(tenant_of(call.owner), call.session_id, handed)
         if len(self._away) > MAX_AWAY:
-            self._away.popitem(last=False)[1].is_over()
+            self._is_back(next(iter(self._away)))
         self._announce(key, away)
 
     def _announce(self, key: tuple[str, str], away: Away) -> None:

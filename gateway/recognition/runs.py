@@ -47,12 +47,14 @@ class AgentRun(Struct, frozen=True, kw_only=True):
 
     Attributes:
         session_id: its session's name, cut if it is long.
+        caller: that of the session whose task it works at, "" for none.
         state: whether it is being answered (`asks`), waits for its tools (`tools`), or neither (`rests`).
         num_pauses: pauses after which it came back with the results of its tools; pause_s: their sum.
         quiet_s: since its last call began or ended.
     """
 
     session_id: str
+    caller: str
     model: str | None
     state: Literal["asks", "tools", "rests"]
     num_turns: int
@@ -71,6 +73,7 @@ class _Kept:
     model: str | None
     began_s: float
     last_s: float
+    caller: str = ""
     num_active: int = 0
     num_turns: int = 0
     num_pauses: int = 0
@@ -96,6 +99,7 @@ class AgentRuns:
         now: float,
         *,
         model: str | None = None,
+        caller: str = "",
         offers_tools: bool,
         pause_s: float | None = None,
         is_rewritten: bool = False,
@@ -107,6 +111,7 @@ class AgentRuns:
             session_id: its name.
             now: monotonic seconds.
             model: the adapter that the call names.
+            caller: the session that this one works for; "" for none, or where it was said before.
             offers_tools: whether the call may call tools, or brings their results.
             pause_s: how long its tools took, of a call that brings their results.
             is_rewritten: whether its history is another one than that of the call before.
@@ -128,6 +133,7 @@ class AgentRuns:
         kept.num_active += 1
         kept.num_turns += 1
         kept.model, kept.last_s, kept.is_away = model, now, False
+        kept.caller = caller or kept.caller
         if pause_s is not None:
             kept.num_pauses += 1
             kept.pause_s += pause_s
@@ -169,9 +175,13 @@ class AgentRuns:
 
 
 def _shown(kept: _Kept, now: float) -> AgentRun:
-    name = kept.session_id
+    name, caller = (
+        each if len(each) <= MAX_SHOWN_CHARS else f"{each[: MAX_SHOWN_CHARS - 1]}…"
+        for each in (kept.session_id, kept.caller)
+    )
     return AgentRun(
-        session_id=name if len(name) <= MAX_SHOWN_CHARS else f"{name[: MAX_SHOWN_CHARS - 1]}…",
+        session_id=name,
+        caller=caller,
         model=kept.model,
         state="asks" if kept.num_active else "tools" if kept.is_away else "rests",
         num_turns=kept.num_turns,

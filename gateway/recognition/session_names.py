@@ -21,6 +21,7 @@ HEADERS = (
     "Thread-Id",
     "Conversation-Id",
     "Conversation_id",
+    "X-Opencode-Session-Id",
     "X-Opencode-Session",
     "X-Session-Affinity",
     "X-Dynamo-Session-Id",
@@ -28,6 +29,13 @@ HEADERS = (
 )
 # Beside a session, the name of the agent in it that asks: Claude Code's helpers and Codex's threads have names of their own.
 AGENT_HEADERS = ("X-Claude-Code-Agent-Id", "Thread-Id")
+# The session that a helper works for.
+CALLER_HEADERS = (
+    "X-Opencode-Parent-Session-Id",
+    "X-Parent-Session-Id",
+    "X-Codex-Parent-Thread-Id",
+    "X-Dynamo-Parent-Session-Id",
+)
 # How the names begin of sessions that no client has named.
 MADE = "auto-"
 # Longer names are of no use to anybody: the engine keeps them for as long as the session's KV.
@@ -58,6 +66,15 @@ def session_name(headers: Mapping[str, str], body: Mapping[str, Any]) -> Session
             agent = next((each for each in agents if _is_name(each) and each != name), "")
             return SessionName(name, source, agent or "")
     return UNNAMED
+
+
+def caller_name(headers: Mapping[str, str], body: Mapping[str, Any]) -> str:
+    """Return the name of the session that a call's agent works for, as its client names it; "" where it names none."""
+    names = (
+        *(headers.get(header) for header in CALLER_HEADERS),
+        _field(body, "agent_hint", "parent_session_id"),
+    )
+    return next((name for name in names if _is_name(name)), "")
 
 
 def _is_name(name: Any) -> bool:

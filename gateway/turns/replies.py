@@ -15,6 +15,9 @@ from gateway.sessions import StoredResponse, Turn
 # Events with which the stream of a response ends. Source: OpenAI's Responses API.
 _ENDS = ("response.completed", "response.incomplete", "response.failed")
 
+# Characters of what an answer hands to tools that are kept while it is read. Chosen: tasks of helpers are of a page; files may be of megabytes.
+MAX_ARGUMENT_CHARS = 1 << 18
+
 # Anthropic's reasons of an answer's end, in the words of the chat socket. Source: Anthropic's "Handling stop reasons".
 _REASONS = {
     "end_turn": "stop",
@@ -204,6 +207,8 @@ class AnswerReader:
         self.response_id: str | None = None
         self.is_complete = False
         self.tools: dict[str, str] = {}
+        self._arguments: dict[Any, list[str]] = {}
+        self._num_argument_chars = 0
         self.token_ids = b""
         self.figures: CallFigures | None = None
         self.num_choices = self.num_events = 0
@@ -213,6 +218,11 @@ class AnswerReader:
     def answer(self) -> str:
         """The answer's text so far (of the first choice)."""
         return "".join(self._parts)
+
+    @property
+    def arguments(self) -> list[str]:
+        """What the answer hands to tools, in the order of its calls: JSON, as far as it came."""
+        return ["".join(parts) for parts in self._arguments.values()]
 
     @property
     def has_begun(self) -> bool:
@@ -250,6 +260,7 @@ class AnswerReader:
             self._parts.append(text_of(value.get("content")))
             for block in value.get("content") or []:
                 self._note_tool(block, block.get("id"))
+                self._note_arguments(block.get("id"), block.get("input"))
             self._note_end(value.get("stop_reason"), value.get("usage"))
         else:
             self._on_response(value)
@@ -262,7 +273,9 @@ class AnswerReader:
             block = value.get("content_block") or {}
             self._note_tool(block, block.get("id"))
         elif kind == "content_block_delta":
-            self._parts.append(value.get("delta", {}).get("text") or "")
+            delta = value.get("delta", {})
+            self._parts.append(delta.get("text") or "")
+            self._note_arguments(value.get("index"), delta.get("partial_json"))
         elif kind == "message_delta":
             self._note_end(value.get("delta", {}).get("stop_reason"), value.get("usage"))
         elif kind == "message_stop":
@@ -287,7 +300,9 @@ class AnswerReader:
             if text := said.get("text" if self._api == "completions" else "content"):
                 self._parts.append(text)
             for call in said.get("tool_calls") or []:
-                self._note_tool(call.get("function") or {}, call.get("id"))
+                tool = call.get("function") or {}
+                self._note_tool(tool, call.get("id"))
+                self._note_arguments(call.get("index", call.get("id")), tool.get("arguments"))
             if choice.get("finish_reason"):
                 self.is_complete = True
                 self.finish_reason = choice["finish_reason"]
@@ -305,11 +320,20 @@ class AnswerReader:
     def _note_items(self, response: dict[str, Any]) -> None:
         for item in response.get("output") or []:
             self._note_tool(item, item.get("call_id"))
+            self._note_arguments(item.get("call_id"), item.get("arguments"))
 
     def _note_tool(self, tool: dict[str, Any], call_id: str | None) -> None:
         """Note a call of a tool; anything without a name or an id is none."""
         if call_id and tool.get("name"):
             self.tools[call_id] = tool["name"]
+
+    def _note_arguments(self, call: Any, arguments: Any) -> None:
+        """Note what is handed to a tool, or the next piece of it: JSON, or in a whole reply of Anthropic's API an object. Too much is left out."""
+        if not arguments or self._num_argument_chars >= MAX_ARGUMENT_CHARS:
+            return
+        piece = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
+        self._num_argument_chars += len(piece)
+        self._arguments.setdefault(call, []).append(piece)
 
     def _note_end(self, reason: str | None, usage: dict[str, Any] | None) -> None:
         self.finish_reason = _REASONS.get(reason or "", reason) or self.finish_reason

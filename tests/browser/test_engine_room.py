@@ -127,7 +127,11 @@ def test_a_page_in_the_background_is_sent_nothing_and_a_lost_server_is_said(flee
 def run(session_id: str, state: str, **changes: object) -> dict:
     tokens = {"stayed": 12480, "restored": 3840, "recomputed": 96, "new": 2210}
     figures = {"num_turns": 7, "num_pauses": 6, "pause_s": 4.25, "age_s": 31.0, "quiet_s": 1.2}
-    return {"session_id": session_id, "model": None, "state": state, "tokens": tokens} | figures | changes
+    return (
+        {"session_id": session_id, "caller": "", "model": None, "state": state, "tokens": tokens}
+        | figures
+        | changes
+    )
 
 
 def test_ones_own_agents_are_shown_with_their_turns_their_tools_and_their_prompts_tokens(fleet) -> None:
@@ -136,7 +140,14 @@ def test_ones_own_agents_are_shown_with_their_turns_their_tools_and_their_prompt
     expect(page.locator("#runs")).to_contain_text("None of yours yet")
     long = run("auto-" + "x" * 58 + "…", "rests", num_pauses=0, quiet_s=400)
     line.inject(
-        frame(node("one"), runs=[run("ticket-17:mender", "tools", model="pirate"), run("b", "asks"), long])
+        frame(
+            node("one"),
+            runs=[
+                run("ticket-17:mender", "tools", model="pirate"),
+                run("b", "asks", caller="ticket-17"),
+                long,
+            ],
+        )
     )
     rows = page.get_by_role("table", name="Your last agents, the newest first").get_by_role("row")
     expect(rows).to_have_count(4)
@@ -144,6 +155,7 @@ def test_ones_own_agents_are_shown_with_their_turns_their_tools_and_their_prompt
     expect(rows.nth(1).get_by_role("rowheader")).to_contain_text("ticket-17:mender")
     expect(rows.nth(1).get_by_role("cell")).to_have_text(first)
     expect(rows.nth(2)).to_contain_text("is answered")
+    expect(rows.nth(2).get_by_role("rowheader")).to_contain_text("for ticket-17")
     expect(rows.nth(3).get_by_role("cell").nth(2)).to_have_text("–")
     expect(page.locator("#runs")).to_contain_text("was computed twice")
     for width in (1280, 390, 320):

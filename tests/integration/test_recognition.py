@@ -11,7 +11,7 @@ import pytest
 
 from gateway.app import Server
 
-from .facts import BODY, CHAT, MODEL, Http
+from .facts import BODY, CHAT, MODEL, Http, Patch
 
 QUESTION = "What is the weather in Paris?"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -149,3 +149,31 @@ async def test_a_loop_is_shown_as_a_run_with_what_became_of_its_prompts_kv(
     assert run["tokens"]["stayed"] > 0 and run["tokens"]["new"] + run["tokens"]["recomputed"] > 0
     told = await (await http.get("/metrics")).text()
     assert 'overture_agent_run_tokens_total{outcome="stayed"}' in told
+
+
+async def test_a_helper_is_known_to_the_engine_and_shown_with_its_caller(
+    server: Server, http: Http, monkeypatch: Patch
+) -> None:
+    """By the header that its client sends. Which other signs there are is tested without an engine."""
+    callers, serve = [], server.services.node.serve
+
+    async def noting(api: Any, body: Any, headers: Any, asker: Any) -> Any:
+        callers.append(asker.caller)
+        return await serve(api, body, headers, asker)
+
+    monkeypatch.setattr(server.services.node, "serve", noting)
+    tools = [{"type": "function", "function": ABOUT | {"parameters": SCHEMA}}]
+    body = {"model": MODEL, "temperature": 0, "max_tokens": 96, "tools": tools}
+    sessions: list[str] = []
+    for question in (QUESTION, "What is the weather in Rome?"):
+        messages = [{"role": "user", "content": question}]
+        of = {"X-Parent-Session-Id": sessions[0]} if sessions else {}
+        async with http.post(CHAT, json=body | {"messages": messages}, headers=of) as reply:
+            assert (await reply.json())["choices"][0]["message"]["tool_calls"]
+            sessions.append(reply.headers["X-Overture-Session"])
+    assert callers == ["", sessions[0]]
+    helper, caller, *_ = (await (await http.get("/v1/engine/state")).json())["runs"]
+    assert [(each["session_id"], each["caller"]) for each in (helper, caller)] == [
+        (sessions[1], sessions[0]),
+        (sessions[0], ""),
+    ]

@@ -22,7 +22,7 @@ class Arrival:
         max_answer_tokens: the client's bound, None without.
         priority: lower is more urgent, as in vLLM.
         session: prompts of one session begin alike; empty for a request without one.
-        turn: as in `EngineRequest.turn`.
+        turn, caller: as in `EngineRequest`.
     """
 
     request_id: str
@@ -35,6 +35,7 @@ class Arrival:
     priority: int = 0
     session: str = ""
     turn: Literal["", "begins", "continues"] = ""
+    caller: str = ""
 
     @property
     def num_tokens(self) -> int:

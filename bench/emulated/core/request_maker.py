@@ -42,6 +42,7 @@ class RequestMaker:
             tenant=arrival.tenant,
             session_id=arrival.session if arrival.turn else "",
             turn=arrival.turn,
+            caller=arrival.caller,
             adapter=adapter,
             priority=arrival.priority,
             rank=rank,

@@ -5,7 +5,10 @@ keeping, so no more programs are let in than the device and host memory can hold
 which would then compute or restore its whole context at each of its turns.
 
 Of a program only what is its own counts: agents begin with the same system prompt and tools. What is away keeps nobody out of an idle device: tools
-may take minutes, and an agent may wait for its helpers, which begin programs of their own, or never come back.
+may take minutes, and an agent may never come back.
+
+A program that waits for its helpers goes on when they are done, so they need no place of their own while together they take no more than it does:
+its KV lies idle meanwhile, and may leave for theirs. They start when their caller would have.
 
 Nothing starves: each tenant may fill its share of the room whatever others hold, and where a tenant's first one has waited for `LEAK_S` without any
 other of its tenant being let in, it is let in however full the room is.
@@ -16,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -55,6 +58,7 @@ class Program:
         num_active: its requests that wait or run.
         left_s: when its last request ended; None while one is active.
         until_s: by when it comes back, as was announced; 0 while that was not.
+        helpers: the names of programs that have worked for it.
     """
 
     tenant: str
@@ -65,6 +69,7 @@ class Program:
     num_turns: int = 0
     left_s: float | None = None
     until_s: float = 0.0
+    helpers: list[str] = field(default_factory=list)
 
 
 class Programs:
@@ -130,11 +135,15 @@ class Programs:
             if request.continues:
                 program = self._inside[name] = Program(request.tenant, now)
                 self._weights[request.tenant] = request.weight
-        if program is not None and request.continues and program.num_turns < MAX_TURNS:
+        if program is None:
+            program = self._begun_for_caller(request)
+        elif not request.continues or program.num_turns >= MAX_TURNS:
+            if not program.num_active:
+                self._drop(name)
+            program = None
+        if program is not None:
             self._enter(program, request)
             return msgspec.structs.replace(request, program_s=program.began_s)
-        if program is not None and not program.num_active:
-            self._drop(name)
         self._outside[request.request_id] = request
         self._came_s[request.request_id] = now
         self._num_waiting[request.tenant] += 1
@@ -194,6 +203,20 @@ class Programs:
         program = self._inside.get(name)
         if program is not None and probability > LIKELY:
             program.until_s = min(until_s, now + ANNOUNCED_AT_MOST_S)
+
+    def _begun_for_caller(self, request: Waiting) -> Program | None:
+        """Return the program of a request that begins a helper of one inside; None where it needs a place of its own."""
+        caller = self._inside.get(request.caller)
+        if caller is None or caller.tenant != request.tenant:
+            return None
+        caller.helpers = [name for name in caller.helpers if name in self._inside]
+        num_taken = sum(self._inside[name].num_tokens for name in caller.helpers)
+        if caller.helpers and num_taken + _size(request) > caller.num_tokens:
+            return None
+        caller.helpers.append(request.program)
+        self._weights[request.tenant] = request.weight
+        program = self._inside[request.program] = Program(request.tenant, caller.began_s)
+        return program
 
     def _has_share(self, tenant: str, num_tokens: int) -> bool:
         """Return whether a tenant stays within its share of the room with this many tokens more, whatever others hold."""

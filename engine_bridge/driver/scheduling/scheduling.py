@@ -29,7 +29,7 @@ from engine_bridge.policy.scheduling.lanes import RULES
 from engine_bridge.policy.scheduling.policies import MakePolicy
 from engine_bridge.policy.scheduling.queue_policy import Waiting
 from engine_bridge.predict.length import LengthPredictor, OnlineLengths
-from engine_bridge.protocol.engine_request import EngineRequest
+from engine_bridge.protocol.engine_request import EngineRequest, session_key
 from engine_bridge.protocol.figures import LaneStats
 from kvtiers.closing import going_on
 
@@ -210,6 +210,7 @@ class Scheduling:
             rank=facts.rank,
             program=facts.session if facts.turn else "",
             continues=facts.turn == "continues",
+            caller=session_key(facts.tenant, facts.caller),
             waits_for=_waits_for(request),
             is_background=is_background(request.request_id),
             # Adapters are not charged as tokens: those in use lie in separate slots, beside KV, and would keep KV memory empty.

@@ -35,7 +35,8 @@ class Waiting(Struct, frozen=True, kw_only=True, gc=False):
         adapter_id: the version of its adapter; None for the base model.
         program: the program that it belongs to or begins, for a request with tools; "" for any other.
         continues: whether it brings tools' results.
-        program_s: of a request that continues a program: when that began; None for any other.
+        caller: the program that its program works for; "" for none.
+        program_s: of a request that continues a program, or begins a helper of one: when that program began; None for any other.
         waits_for: requests that wait for the same adapter or grammar become ready together, and in their order.
         is_background: whether it computes KV ahead, and its one token is not read: it says nothing of lengths, lanes or speed.
         arrived_s: when it first came, even if it was preempted or squashed since.
@@ -62,6 +63,7 @@ class Waiting(Struct, frozen=True, kw_only=True, gc=False):
     rank: int = 0
     program: str = ""
     continues: bool = False
+    caller: str = ""
     program_s: float | None = None
     waits_for: Hashable = None
     is_background: bool = False

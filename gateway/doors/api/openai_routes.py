@@ -131,8 +131,7 @@ async def _handle(
     asked = read_body(body)
     trace = request.get(TRACE, Trace())
     adapter = adapter_named(services, body)
-    stored = recording.session_id if recording else ""
-    is_named = recording is not None and recording.is_named
+    stored, is_named = (recording.session_id, recording.is_named) if recording else ("", False)
     call = await services.recognition.began(
         owner, api, request.headers, body, adapter, stored, is_named=is_named
     )
@@ -150,6 +149,7 @@ async def _handle(
         weight=principal.weight,
         priority=hints.priority or 0 if priority is None else priority,
         turn=turn_of(body),
+        caller=call.caller if call else "",
         keeps_ids=recording is not None,
         expected_tokens=hints.expected_tokens,
         is_marked=hints.is_marked,

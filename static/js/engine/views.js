@@ -166,11 +166,13 @@ export function runs({ runs: list }, titles) {
   if (!list.length) return [empty('None of yours yet. A conversation is shown here once an answer of it has called a tool.')];
   const columns = [['Conversation', 'name-cell'], ['Now', 'roomy'], ['Turns', 'number roomy'], ['Tool pauses', 'number roomy'], ['Stayed', 'number'],
     ['Came back', 'number'], ['Twice', 'number'], ['New', 'number roomy'], ['Ago', 'number roomy']];
-  const rows = list.slice(0, MAX_SHOWN).map((run) => [nameOf(run, titles), mark(...runState(run.state)), count(run.num_turns), toolsOf(run),
+  const rows = list.slice(0, MAX_SHOWN).map((run) => [[...nameOf(run, titles), ...callerOf(run, titles)], mark(...runState(run.state)), count(run.num_turns), toolsOf(run),
     ...['stayed', 'restored', 'recomputed', 'new'].map((outcome) => count(run.tokens[outcome])), age(run.quiet_s)]);
   return [table('Your last agents, the newest first', columns, rows),
     h('p', { class: 'note' }, 'Tokens of all their prompts: KV that stayed on the device since the turn before, came back from elsewhere, or was computed twice, and what was new.')];
 }
+
+const callerOf = ({ caller }, titles) => (caller ? [h('span', { class: 'aside below' }, 'for ', ...nameOf({ session_id: caller }, titles))] : []);
 
 const toolsOf = ({ num_pauses: num, pause_s: total }) => (num ? [count(num), ' ', h('span', { class: 'aside' }, duration(total * 1000))] : '–');
 

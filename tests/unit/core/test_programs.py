@@ -223,3 +223,34 @@ def test_the_queue_starts_turns_of_the_earliest_program_first_while_others_can_b
     room = StepRoom(free_blocks=1000, num_slots=3, num_tokens=10_000)
     assert queue.decide(waiting, {}, room, 4.0).request_ids[:2] == ("last1", "early1")
     assert queue.decide(waiting, {}, room, 4.0).request_ids[2] == "single0", "it has waited for long enough"
+
+
+def test_helpers_start_in_the_place_of_the_program_that_waits_for_them(full: Programs) -> None:
+    """While together they take no more than it does. In its order, too, and each goes on as a program of its own."""
+    full.ended("a0", 500, 1.0)
+    full.announced("/a", 50.0, 1.0)
+    first = full.came(turn("x", num_tokens=300, caller="/a"), 2.0)
+    assert first.program_s == 0.0 and full.may_start("x0", 2.0)
+    assert not begin(full, "y", 2.1, num_tokens=300, caller="/a"), "both would take 600"
+    assert begin(full, "z", 2.2, num_tokens=200, caller="/a")
+    full.ended("x0", 300, 3.0)
+    full.announced("/x", 9.0, 3.0)
+    assert full.came(turn("x", 1, 320), 4.0).program_s == 0.0 and full.may_start("x1", 4.0)
+    assert not begin(full, "other", 4.1, num_tokens=10)
+
+
+@pytest.mark.parametrize("caller", ["/gone", "bob/theirs", ""])
+def test_a_helper_of_none_that_is_inside_waits_as_a_new_program(full: Programs, caller: str) -> None:
+    assert begin(full, "theirs", tenant="bob", num_tokens=300)
+    full.ended("theirs0", 300, 1.0)
+    full.announced("bob/theirs", 50.0, 1.0)
+    assert not begin(full, "x", 2.0, num_tokens=300, caller=caller)
+
+
+def test_one_helper_starts_however_large_it_is(full: Programs) -> None:
+    assert begin(full, "x", 1.0, num_tokens=900, caller="/a")
+    assert not begin(full, "y", 1.0, num_tokens=10, caller="/a"), (
+        "the first takes more than its caller's place"
+    )
+    full.ended("x0", 900, 2.0)
+    assert begin(full, "y2", 2.0 + UNANNOUNCED_S + 0.1, num_tokens=900, caller="/a")

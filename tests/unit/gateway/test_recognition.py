@@ -9,6 +9,7 @@ import orjson
 import pytest
 
 from gateway.advisories.advisories import BURST, AdvisoryRequest
+from gateway.recognition.callers import MAX_HANDED, Callers, handed_lines
 from gateway.recognition.conversations import MAX_OF_ONE, Conversation, Conversations
 from gateway.recognition.fingerprints import MAX_IDS, PIECE_BYTES, ends_with_results, fingerprint, marks
 from gateway.recognition.recognition import Recognition, SessionCall
@@ -620,3 +621,82 @@ async def test_a_session_that_stays_away_longer_is_announced_again_a_few_times(p
     before = announced("s")
     await asyncio.sleep(0.5)
     assert announced("s") == before, "the client has said more"
+
+
+TASK = "Look through the log of last night.\nFind the first error, and say in which file it was."
+
+
+@pytest.mark.parametrize(
+    ("api", "body"),
+    [
+        ("chat", {"messages": [SYSTEM, user(TASK)]}),
+        ("chat", {"messages": [user(f"Task:\n{TASK}\n\nAnswer in one line.")]}),
+        (
+            "messages",
+            {"messages": [user([{"type": "text", "text": "<note/>"}, {"type": "text", "text": TASK}])]},
+        ),  # type: ignore[arg-type]
+        ("responses", {"input": TASK}),
+        ("responses", {"input": [{"role": "developer", "content": "Be brief."}, user(TASK)]}),
+        ("chat", {"messages": [user("Current Task: Find the first error, and say in which file it was.")]}),
+    ],
+)
+def test_a_helper_is_known_by_the_task_that_its_caller_handed_over(api: Any, body: dict[str, Any]) -> None:
+    callers = Callers()
+    handed = handed_lines(['{"description": "Read it", "prompt": ' + orjson.dumps(TASK).decode() + "}", "{"])
+    callers.went_away("ada", "s-1", handed)
+    assert callers.caller_of("ada", body) == "s-1" and not callers.caller_of("bob", body)
+    answered = {"messages": [user("Hello."), said("Yes?"), user(TASK)]}
+    assert not callers.caller_of("ada", answered), "its task stands at its beginning"
+    callers.went_away("ada", "s-2", handed)
+    callers.came_back("ada", "s-1")
+    assert callers.caller_of("ada", body) == "s-2"
+    callers.came_back("ada", "s-2")
+    assert not callers.caller_of("ada", body)
+
+
+@pytest.mark.parametrize(
+    "arguments", ["", "[" * 900 + "]" * 900, '"short"', "17", '{"a": {"b": ["x", null, 1.5]}}', "{" * 100_000]
+)
+def test_arguments_without_a_line_of_their_own_hand_nothing_over(arguments: str) -> None:
+    assert handed_lines([arguments]) == []
+
+
+def test_little_is_kept_of_arguments_that_are_large() -> None:
+    texts = [f"{'a line that is long enough, number'} {number}" for number in range(10_000)]
+    assert len(handed_lines([orjson.dumps({"all": texts}).decode()] * 3)) == MAX_HANDED
+
+
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [
+        ({"X-Parent-Session-Id": "main"}, {}),
+        ({"X-Opencode-Parent-Session-Id": "main", "X-Opencode-Session-Id": "x"}, {}),
+        ({"X-Codex-Parent-Thread-Id": "main", "Thread-Id": "x"}, {}),
+        ({"X-Dynamo-Parent-Session-Id": "main"}, {}),
+        ({}, {"agent_hint": {"session_id": "x", "parent_session_id": "main"}}),
+        ({"X-Claude-Code-Session-Id": "main", "X-Claude-Code-Agent-Id": "helper"}, {}),
+        ({"Session-Id": "main"}, {}),
+    ],
+)
+async def test_a_helper_is_known_by_what_its_client_says_of_its_caller(
+    parts: Parts, headers: Any, body: Any
+) -> None:
+    recognition = Recognition(parts.advisories, parts.metrics)
+    tools = [{"type": "function", "function": {"name": "task", "parameters": {}}}]
+
+    async def ask(messages: list[Any], headers: Any, **more: Any) -> SessionCall:
+        asked = {"messages": messages, "tools": tools, **more}
+        call = await recognition.began("ada", "chat", headers, asked, None, "", is_named=False)
+        assert call is not None
+        return call
+
+    main = await ask([SYSTEM, user("mend it")], {"Session-Id": "main"})
+    reader = AnswerReader("chat")
+    reader.feed_json(orjson.dumps({"choices": [{"message": called("c-7f"), "finish_reason": "tool_calls"}]}))
+    recognition.ended(main, reader)
+    helper = await ask([user("Say what is wrong with it.")], headers, **body)
+    assert helper.caller == "main" and helper.session_id != "main"
+    stranger = await ask([user("Say what is wrong with it, too.")], {"Session-Id": "other"})
+    assert not stranger.caller
+    shared = await ask([user("And with that.")], {}, prompt_cache_key="main")
+    assert not shared.caller, "many clients may share such a key"

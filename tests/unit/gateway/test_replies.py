@@ -23,7 +23,7 @@ from gateway.errors import GatewayError
 from gateway.sessions import SessionStore, StoredResponse, Turn
 from gateway.settings.config import Config
 from gateway.turns.background_responses import BackgroundResponse, BackgroundResponses
-from gateway.turns.replies import AnswerReader, items_of, question_of, session_named
+from gateway.turns.replies import MAX_ARGUMENT_CHARS, AnswerReader, items_of, question_of, session_named
 
 from .parts import NOW, settled
 
@@ -217,3 +217,42 @@ async def test_items_named_often_are_no_way_around_the_bounds(store: SessionStor
     body = naming(101)
     await recording_of(services, "ann", "responses", body, None)
     assert body == naming(101), "too many items are refused by their number"
+
+
+@pytest.mark.parametrize("api", ["chat", "messages", "responses"])
+def test_what_is_handed_to_tools_is_read_from_pieces_and_from_whole_replies(api: Any) -> None:
+    given = [{"task": "Read it."}, {"task": "Write it."}]
+    whole = [orjson.dumps(each).decode() for each in given]
+    pieces = [(number, part) for number, text in enumerate(whole) for part in (text[:7], text[7:])]
+    calls = [{"id": f"c{number}", "function": {"arguments": text}} for number, text in enumerate(whole)]
+    items = [{"type": "function_call", "call_id": f"c{n}", "arguments": text} for n, text in enumerate(whole)]
+    blocks = [
+        {"type": "tool_use", "id": f"c{n}", "name": "task", "input": each} for n, each in enumerate(given)
+    ]
+    events, reply = {
+        "chat": (
+            [
+                {"choices": [{"delta": {"tool_calls": [{"index": n, "function": {"arguments": part}}]}}]}
+                for n, part in pieces
+            ],
+            {"choices": [{"message": {"tool_calls": calls}}]},
+        ),
+        "messages": (
+            [
+                {"type": "content_block_delta", "index": n, "delta": {"partial_json": part}}
+                for n, part in pieces
+            ],
+            {"content": blocks},
+        ),
+        "responses": ([{"type": "response.completed", "response": {"output": items}}], {"output": items}),
+    }[api]
+    reader = AnswerReader(api)
+    reader.feed_json(orjson.dumps(reply))
+    assert [orjson.loads(each) for each in reader.arguments] == given
+    assert reading(api, *events).arguments == whole
+
+
+def test_of_arguments_without_end_a_bounded_part_is_kept() -> None:
+    piece = {"choices": [{"delta": {"tool_calls": [{"index": 0, "function": {"arguments": "x" * 4096}}]}}]}
+    (kept,) = reading("chat", *[piece] * 200).arguments
+    assert MAX_ARGUMENT_CHARS - 4096 < len(kept) <= MAX_ARGUMENT_CHARS
