@@ -5,8 +5,8 @@
 Programs arrive by a Poisson process. Each has a prompt of its own and several turns; an answer calls tools, which take a pause, and the next prompt
 is all of that and their results. Nothing but the calls themselves tells the node that they belong together. Device: an A100 with Llama-3-8B.
 Kinds: `coding` (10.9 ± 2.1 turns, source: Continuum, arXiv 2511.02230; pauses of which 86% end within a second, source: vllm-project/router #285),
-`calls` (6.3 turns of short prompts), `team` (two helpers with a common system prompt work while their caller waits). Beside `coding` a third of the
-requests may be people's single questions (`chat`).
+`calls` (6.3 turns of short prompts), `team` (two helpers work while their caller waits; whose they are is told by what clients send). Beside
+`coding` a third of the requests may be people's single questions (`chat`).
 
 Recorded runs (`--csv FILE` adds yours) are played on a small device, some at once.
 
@@ -59,6 +59,8 @@ BLOCK_TOKENS, MAX_TOKENS, STEP_TOKENS = 16, 32_768, 4096
 SETTINGS = ((100_000, 64.0, 1.5), (100_000, 64.0, 2.5), (50_000, 64.0, 1.5), (100_000, 8.0, 2.0))
 """Device tokens, GB of host memory, load. Source: those at which order and moves were first told apart."""
 LIGHT = ((100_000, 64.0, 0.5), (100_000, 64.0, 1.0))
+HEAVY = {"calls": (50_000, 64.0, 5.0), "team": (50_000, 64.0, 3.0)}
+"""Where the other kinds fill the device. Chosen: of three each, the one in which ours gains least."""
 KINDS = ("coding", "calls", "team")
 ROOMY = 40
 TTL_S = 2.0
@@ -379,7 +381,7 @@ def _points(bench: Bench) -> list[tuple[str, Point]]:
     others = [
         (f"{kind} at {each[2]}", Point("host", kind, *each, num))
         for kind in KINDS[1:]
-        for each in (LIGHT[1], SETTINGS[1])
+        for each in (LIGHT[1], HEAVY[kind])
     ]
     return heavy + light + others
 
