@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from engine_bridge.policy.kv.hints import ACTIONS, HintSource, KvAction, KvHint, PrefixEnd
@@ -28,6 +29,8 @@ FIELDS = (
 )
 # The most hints of one source in a call. Chosen: as in an envelope of advisories.
 MAX_HINTS = 64
+# By which clients of Dynamo say that this call is its session's last one.
+FINAL_HEADER = "X-Dynamo-Session-Final"
 MAX_NAME_CHARS = 128
 # Source: OpenAI's guide to prompt caching: unused prefixes stay for 5 to 10 minutes in memory, a day where that is asked for, 30 minutes by default
 # where a request has options.
@@ -76,9 +79,11 @@ class CallHints:
             self.note("nvext", "priority", "clipped" if is_clipped else "granted")
 
 
-def hints_of(api: Api, body: Any) -> CallHints:
-    """Return what a call's body says of KV."""
+def hints_of(api: Api, body: Any, headers: Mapping[str, str] = MappingProxyType({})) -> CallHints:
+    """Return what a call's body and headers say of KV."""
     found = CallHints()
+    if headers.get(FINAL_HEADER, "").strip().lower() in ("true", "1"):
+        found.hints.append(KvHint("evict", "nvext"))
     if isinstance(body, dict):
         _read_marks(api, body, found)
         _read_openai(body, found)

@@ -123,7 +123,7 @@ async def _handle(
     _refuse_embedding_model(services, body)
     _refuse_thread(api, body)
     priority = take_priority(services, body)
-    hints = _hints(services, api, body)
+    hints = _hints(services, api, body, request.headers)
     is_background = _take_background(api, body)
     await fetch_pictures(services.config, body)
     recording = await recording_of(services, owner, api, body, request.headers.get(SESSION_HEADER))
@@ -345,9 +345,9 @@ def take_priority(services: Services, body: Any) -> int | None:
     return checked_priority(value, may_hurry=services.config.client_priority) if value is not None else None
 
 
-def _hints(services: Services, api: Api, body: Any) -> CallHints:
+def _hints(services: Services, api: Api, body: Any, headers: Mapping[str, str]) -> CallHints:
     """Return what a call says of KV, with a priority that its key may have. Hints are advice: bad ones fail no request."""
-    found = CallHints() if api in COUNTING_APIS else hints_of(api, body)
+    found = CallHints() if api in COUNTING_APIS else hints_of(api, body, headers)
     found.limit_priority(may_hurry=services.config.client_priority)
     return found
 

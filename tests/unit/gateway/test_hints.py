@@ -129,6 +129,8 @@ def test_dynamos_hints() -> None:
         for priority, strict in ((10**6, 1), (-50, 2))
     )
     assert high is not None and higher is not None and higher < high < 0
+    assert hints_of("chat", {}, {"X-Dynamo-Session-Final": "true"}).hints == [KvHint("evict", "nvext")]
+    assert not hints_of("chat", {}, {"X-Dynamo-Session-Final": "false"}).hints
     assert read(nvext={"agent_context": {"session_id": "s", "session_final": True}}).hints == [
         KvHint("evict", "nvext")
     ]
