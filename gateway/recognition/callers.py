@@ -18,10 +18,12 @@ LINE_CHARS = 16
 # Texts that one answer hands to tools, lines at a conversation's beginning that are compared, and characters of a text that are looked through for
 # them. Chosen: a dozen helpers begin at once, each with a task of a page, perhaps behind notes of its client.
 MAX_HANDED, MAX_LINES, MAX_CHARS = 32, 256, 1 << 16
+# Texts of all sessions that are kept, some 16 MB: beyond it the oldest are forgotten. Chosen.
+MAX_KEPT = 1 << 16
 
 
 class Callers:
-    """The conversations that wait for their tools, by what they handed to them. The caller bounds how many wait."""
+    """The conversations that wait for their tools, by what they handed to them."""
 
     def __init__(self) -> None:
         self._by_line: dict[tuple[str, bytes], str] = {}
@@ -29,9 +31,13 @@ class Callers:
 
     def went_away(self, tenant: str, session_id: str, lines: Sequence[bytes]) -> None:
         """Note that a session waits for its tools. lines: of what it handed to them, as `handed_lines` returns them."""
+        self.came_back(tenant, session_id)
         if lines:
             self._lines_of[tenant, session_id] = lines
             self._by_line.update(((tenant, line), session_id) for line in lines)
+            while len(self._by_line) > MAX_KEPT:
+                (owner, _), oldest = next(iter(self._by_line.items()))
+                self.came_back(owner, oldest)
 
     def came_back(self, tenant: str, session_id: str) -> None:
         """Forget a session that waits no longer. An unknown one is ignored."""

@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from gateway.advisories.advisories import BURST, AdvisoryRequest
-from gateway.recognition.callers import MAX_HANDED, Callers, handed_lines
+from gateway.recognition.callers import MAX_HANDED, MAX_KEPT, Callers, handed_lines
 from gateway.recognition.conversations import MAX_OF_ONE, Conversation, Conversations
 from gateway.recognition.fingerprints import MAX_IDS, PIECE_BYTES, ends_with_results, fingerprint, marks
 from gateway.recognition.recognition import Recognition, SessionCall
@@ -659,6 +659,18 @@ def test_a_helper_is_known_by_the_task_that_its_caller_handed_over(api: Any, bod
 )
 def test_arguments_without_a_line_of_their_own_hand_nothing_over(arguments: str) -> None:
     assert handed_lines([arguments]) == []
+
+
+def test_of_very_many_sessions_that_wait_the_oldest_are_forgotten() -> None:
+    callers = Callers()
+    for number in range(MAX_KEPT // MAX_HANDED + 2):
+        texts = [f"Look through the log of day {number}, part {part}." for part in range(MAX_HANDED)]
+        callers.went_away("ada", f"s-{number}", handed_lines([orjson.dumps(texts).decode()]))
+    found = [
+        callers.caller_of("ada", {"messages": [user(f"Look through the log of day {number}, part 3.")]})
+        for number in (0, 1, 2, number)
+    ]
+    assert found == ["", "", "s-2", f"s-{number}"]
 
 
 def test_little_is_kept_of_arguments_that_are_large() -> None:
