@@ -297,13 +297,51 @@ async def test_the_model_calls_a_tool_by_itself_and_answers_from_its_result(clie
     assert await streamed(client, messages, ASKS_WEATHER) == (said, "", None)
 
 
-async def test_a_tool_whose_schema_no_grammar_can_hold_is_still_offered(client: OpenAI) -> None:
-    tool = tools(function("get_weather", city={"type": "string", "pattern": "("}))
-    wish: Any = {"tools": tool, "max_tokens": 96}
-    answer = await say(client, **wish)
-    assert answer.choices[0].message.content
+async def test_a_tool_whose_schema_no_grammar_can_hold_is_offered_and_called_with_any_object(
+    client: OpenAI, claude: Any
+) -> None:
+    """A pattern of another program, types of another API, a reference to another server. Another tool is held to its own."""
+    city: Any
+    for city in (
+        {"type": "string", "pattern": "("},
+        {"type": "STRING"},
+        {"$ref": "https://a.example/b.json"},
+    ):
+        broken = function("get_weather", "The weather of a city.", city=city)
+        wish: Any = {"tools": tools(broken), "max_tokens": 96}
+        answer = await say(client, **wish)
+        assert answer.choices[0].message.content
+        for messages, offered in ((PARIS, [broken]), (PARIS, [broken, CITY | {"name": "other"}])):
+            wish |= {"tools": tools(*offered), "tool_choice": "required"}
+            _, name, arguments = await streamed(client, messages, wish)
+            assert name == "get_weather" and isinstance(arguments, dict)
+    strict = broken | {"strict": True}
     with pytest.raises(openai.BadRequestError, match="grammar"):
-        await say(client, **wish, tool_choice="required")
+        await say(client, PARIS, tools=tools(strict), tool_choice="required")
+
+
+async def test_the_input_of_a_call_of_messages_is_an_object_whatever_its_tool_s_schema_says(
+    claude: Any,
+) -> None:
+    tool: Any = {"name": "get_weather", "input_schema": {"type": "string", "maxLength": 4}}
+    for reply in await said_twice(claude, tools=[tool], tool_choice={"type": "any"}):
+        assert reply.content[0].type == "tool_use" and isinstance(reply.content[0].input, dict)
+
+
+async def test_the_form_of_an_answer_is_held_as_far_as_a_grammar_can_unless_it_is_strict(
+    client: OpenAI,
+) -> None:
+    rule = {"type": "string", "maxLength": 8, "pattern": "^(?!x)"}
+    schema = {"type": "object", "properties": {"city": rule}, "required": ["city"], "not": {}}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    answer = await say(client, PARIS, response_format=form)
+    assert len(json.loads(answer.choices[0].message.content or "")["city"]) <= 8
+    text: Any = {"format": {"type": "json_schema", "name": "answer", "schema": schema}}
+    response = await client.responses.create(model=MODEL, input="Hello", text=text, temperature=0)
+    assert json.loads(response.output_text).keys() == {"city"}
+    form["json_schema"]["strict"] = True
+    with pytest.raises(openai.BadRequestError, match="grammar"):
+        await say(client, PARIS, response_format=form)
 
 
 async def test_a_tool_with_a_rule_that_no_grammar_can_hold_is_called_unless_it_is_strict(
