@@ -375,7 +375,7 @@ def _document(block: dict[str, Any]) -> dict[str, Any]:
         texts = _texts(source.get("content"), "document")
     else:
         raise InvalidRequest(
-            "This server reads documents whose `source` is of the type 'text' or 'content': send the text of others.",
+            "This server reads documents whose `source` is of the type 'base64', 'text' or 'content': it keeps no uploaded files and fetches none.",
             param="messages",
         )
     return _as_text(block.get("title"), block.get("context"), *texts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 from collections.abc import AsyncIterator
@@ -492,7 +493,7 @@ async def test_a_stream_counts_prompt_tokens_as_the_whole_reply_does(claude: Any
     assert end.output_tokens == whole.output_tokens
 
 
-async def test_documents_and_search_results_are_read(anthropic: Any, claude: Any) -> None:
+async def test_documents_and_search_results_are_read(anthropic: Any, claude: Any, client: OpenAI) -> None:
     """Where else they may stand is tested without a server."""
     text = "A long text that the model should have read, about Rome."
     plain = {"type": "text", "text": text}
@@ -504,9 +505,21 @@ async def test_documents_and_search_results_are_read(anthropic: Any, claude: Any
 
     found = {"type": "search_result", "source": "", "title": "", "content": [plain]}
     assert await count({"type": "document", "source": source}, found) == await count(plain, plain)
-    pdf = {"type": "base64", "media_type": "application/pdf", "data": "AA=="}
-    with pytest.raises(anthropic.BadRequestError, match="documents"):
-        await count({"type": "document", "source": pdf})
+    data = base64.b64encode(text.encode()).decode()
+    own = {"type": "base64", "media_type": "text/plain", "data": data}
+    assert await count({"type": "document", "source": own}) == await count(plain)
+    for source in (
+        {"type": "url", "url": "https://a.example/b.pdf"},
+        own | {"media_type": "application/pdf"},
+    ):
+        with pytest.raises(anthropic.BadRequestError, match="document"):
+            await count({"type": "document", "source": source})
+    file: Any = {"type": "file", "file": {"file_data": f"data:text/plain;base64,{data}"}}
+    read = await say(client, [{"role": "user", "content": [file]}], max_tokens=8)
+    told = await say(client, [{"role": "user", "content": text}], max_tokens=8)
+    assert read.usage == told.usage and read.choices[0].message == told.choices[0].message
+    with pytest.raises(openai.BadRequestError, match="file_data"):
+        await say(client, [{"role": "user", "content": [file | {"file": {"file_id": "x"}}]}])
 
 
 async def test_models_in_anthropics_form(anthropic: Any, claude: Any) -> None:
