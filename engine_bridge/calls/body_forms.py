@@ -18,6 +18,7 @@ from engine_bridge.calls.built_in_tools import (
     without_hosted,
 )
 from engine_bridge.calls.carried_thoughts import unpacked
+from engine_bridge.calls.old_functions import with_tool_messages, with_tools
 from engine_bridge.protocol.errors import InvalidRequest
 from engine_bridge.protocol.node import Api
 
@@ -94,8 +95,9 @@ def _changed(value: Any, change: Callable[[dict[str, Any]], Any]) -> Any:
 
 
 def _chat(body: dict[str, Any]) -> dict[str, Any]:
+    body = with_tools(body)
     if "messages" in body:
-        body = body | {"messages": _changed(body["messages"], _chat_message)}
+        body = body | {"messages": _changed(with_tool_messages(body["messages"]), _chat_message)}
     if "stream_options" in body:
         body = body | {"stream_options": without_nulls(body["stream_options"])}
     if isinstance(body.get("response_format"), dict):

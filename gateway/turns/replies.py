@@ -15,13 +15,14 @@ from gateway.sessions import StoredResponse, Turn
 # Events with which the stream of a response ends. Source: OpenAI's Responses API.
 _ENDS = ("response.completed", "response.incomplete", "response.failed")
 
-# Anthropic's reasons of an answer's end, in the words of the chat socket. Source: Anthropic's "Handling stop reasons".
+# Anthropic's reasons of an answer's end, and that of functions, in the words of the chat socket. Source: Anthropic's "Handling stop reasons".
 _REASONS = {
     "end_turn": "stop",
     "stop_sequence": "stop",
     "max_tokens": "length",
     "model_context_window_exceeded": "length",
     "tool_use": "tool_calls",
+    "function_call": "tool_calls",
 }
 
 
@@ -290,7 +291,7 @@ class AnswerReader:
                 self._note_tool(call.get("function") or {}, call.get("id"))
             if choice.get("finish_reason"):
                 self.is_complete = True
-                self.finish_reason = choice["finish_reason"]
+                self._note_end(choice["finish_reason"], None)
         self._note_end(None, value.get("usage"))
 
     def _on_response(self, value: dict[str, Any]) -> None:

@@ -614,3 +614,33 @@ async def test_what_is_too_long_by_its_characters_is_shortened_as_by_its_tokens(
     long = body | {"messages": [{"role": "user", "content": "x" * 70_000}]}
     error = (await told(http.post(CHAT, json=long), 400))["error"]
     assert error["code"] == "context_length_exceeded" and "max_prompt_chars" in error["message"]
+
+
+async def test_who_offers_functions_gets_the_call_of_one_and_gives_back_its_result(client: OpenAI) -> None:
+    """As programs of 2023 do: by themselves, by name, whole and streamed."""
+    functions: Any = [tool["function"] for tool in WEATHER]
+    for more in ({}, {"function_call": {"name": "get_weather"}}):
+        wish: Any = {"functions": functions, "max_tokens": 96} | more
+        (choice,) = (await say(client, PARIS, **wish)).choices
+        called = choice.message.function_call
+        assert called and not choice.message.tool_calls and not choice.message.content
+        assert (called.name, json.loads(called.arguments)) == ("get_weather", {"city": "Paris"})
+        assert choice.finish_reason == ("stop" if more else "function_call")
+        name = arguments = reason = ""
+        async for chunk in await say(client, PARIS, stream=True, **wish):
+            delta = chunk.choices[0].delta
+            assert not delta.tool_calls
+            reason = chunk.choices[0].finish_reason or reason
+            if delta.function_call is not None:
+                name += delta.function_call.name or ""
+                arguments += delta.function_call.arguments or ""
+        assert (name, json.loads(arguments), reason) == (
+            "get_weather",
+            {"city": "Paris"},
+            choice.finish_reason,
+        )
+    back = choice.message.model_dump(exclude_none=True)
+    result = {"role": "function", "name": "get_weather", "content": "sunny in Paris, 21 degrees"}
+    answer = await say(client, [*PARIS, back, result], functions=functions, max_tokens=96)
+    assert "sunny" in (answer.choices[0].message.content or "")
+    assert answer.choices[0].finish_reason == "stop"
