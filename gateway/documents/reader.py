@@ -69,6 +69,10 @@ class DocumentReader:
             self._read.popitem(last=False)
         return found.document
 
+    def forget(self, sender: str) -> None:
+        """Forget what was read for a sender."""
+        self._read = OrderedDict((key, each) for key, each in self._read.items() if key[0] != sender)
+
     async def _ask(self, data: bytes, media_type: str) -> bytes:
         """Return what a new helper process says of a document. Raises GatewayError."""
         limits = (str(self._memory_mib), str(self._timeout_s))

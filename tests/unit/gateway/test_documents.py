@@ -207,6 +207,8 @@ async def test_a_document_that_comes_with_each_call_is_read_once() -> None:
     assert await reader.read(pdf("High water."), "", "bob") is not found, (
         "nor is it told that ann has sent it"
     )
+    reader.forget("ann")
+    assert await reader.read(pdf("High water."), "", "ann") is not found
 
 
 async def test_what_is_no_document_stays_and_what_cannot_be_read_names_its_field() -> None:
