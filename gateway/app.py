@@ -37,7 +37,14 @@ from gateway.advisories.drafts import Drafts
 from gateway.advisories.learned import Learned
 from gateway.background import work_beside
 from gateway.commands.remedies import of_start_error
-from gateway.doors.api import batch_routes, embedding_routes, openai_routes, response_routes, vllm_routes
+from gateway.doors.api import (
+    batch_routes,
+    conversation_routes,
+    embedding_routes,
+    openai_routes,
+    response_routes,
+    vllm_routes,
+)
 from gateway.doors.chat import server_events, socket
 from gateway.doors.description import openapi
 from gateway.doors.http import web_policy
@@ -106,7 +113,15 @@ log = logging.getLogger(__name__)
 PROGRESS_EVERY_S = 1.0
 # Modules whose routes need nothing made beforehand.
 DOORS = (
-    *(sessions, openai_routes, batch_routes, embedding_routes, response_routes, vllm_routes),
+    *(
+        sessions,
+        openai_routes,
+        batch_routes,
+        embedding_routes,
+        response_routes,
+        conversation_routes,
+        vllm_routes,
+    ),
     *(advisories, kv_hints, adapters, engine, nodes, tools),
     *(people, sign_in, oidc, usage, transfers, pictures),
 )

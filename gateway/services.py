@@ -18,6 +18,7 @@ from gateway.access.open_calls import OpenCalls
 from gateway.advisories.advisories import Advisories
 from gateway.advisories.drafts import Drafts
 from gateway.advisories.learned import Learned
+from gateway.documents.reader import DocumentReader
 from gateway.errors import GatewayError
 from gateway.hints.kv_hints import KvHints
 from gateway.metrics.metrics import Metrics
@@ -116,6 +117,7 @@ class Services:
         self.recognition = Recognition(self.advisories, self.metrics)
         self.engine_feed = EngineFeed(self.maintenance, self.advisories, self.recognition.runs, self.keys)
         self.list_feed = ListFeed(self.store)
+        self.documents = DocumentReader(self.config.document_s, self.config.document_mib)
         self.kv_hints = KvHints(self.advisories, self.recognition, self.node, self.metrics)
         self.titles = Titles(
             self.node, self.store, self.list_feed.changed, is_on=self.config.titles == "model"

@@ -18,6 +18,7 @@ from engine_bridge.calls.built_in_tools import (
     without_hosted,
 )
 from engine_bridge.calls.carried_thoughts import unpacked
+from engine_bridge.calls.old_functions import with_tool_messages, with_tools
 from engine_bridge.protocol.errors import InvalidRequest
 from engine_bridge.protocol.node import Api
 
@@ -94,8 +95,9 @@ def _changed(value: Any, change: Callable[[dict[str, Any]], Any]) -> Any:
 
 
 def _chat(body: dict[str, Any]) -> dict[str, Any]:
+    body = with_tools(body)
     if "messages" in body:
-        body = body | {"messages": _changed(body["messages"], _chat_message)}
+        body = body | {"messages": _changed(with_tool_messages(body["messages"]), _chat_message)}
     if "stream_options" in body:
         body = body | {"stream_options": without_nulls(body["stream_options"])}
     if isinstance(body.get("response_format"), dict):
@@ -375,7 +377,7 @@ def _document(block: dict[str, Any]) -> dict[str, Any]:
         texts = _texts(source.get("content"), "document")
     else:
         raise InvalidRequest(
-            "This server reads documents whose `source` is of the type 'text' or 'content': send the text of others.",
+            "This server reads documents whose `source` is of the type 'base64', 'text' or 'content': it keeps no uploaded files and fetches none.",
             param="messages",
         )
     return _as_text(block.get("title"), block.get("context"), *texts)

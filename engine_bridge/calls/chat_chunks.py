@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from engine_bridge.calls.old_functions import with_function_call
+
 _DATA = "data: "
 
 
@@ -15,17 +17,21 @@ def ends_with_stop_token(finish_reason: str | None, stop_reason: Any) -> bool:
     return finish_reason in ("stop", "tool_calls") and not isinstance(stop_reason, str)
 
 
-def split_event(event: str, *, has_stop_token: bool = False) -> Iterator[str]:
+def split_event(event: str, *, has_stop_token: bool = False, has_functions: bool = False) -> Iterator[str]:
     """Return an event of a chat completion's stream as one or more events whose chunks hold one thing each.
 
-    has_stop_token: whether the text holds the token that ended it; if not, that token has no log probability in the last chunk either.
+    Args:
+        event: the event.
+        has_stop_token: whether the text holds the token that ended it; if not, that token has no log probability in the last chunk either.
+        has_functions: whether the call offered functions, in the place of tools.
     """
     if not event.startswith(_DATA + '{"id":'):  # `[DONE]`, an error
         yield event
         return
     chunk = msgspec.json.decode(event[len(_DATA) :])
     for piece in single_chunks(chunk, has_stop_token=has_stop_token):
-        yield f"{_DATA}{msgspec.json.encode(piece).decode()}\n\n"
+        told = with_function_call(piece) if has_functions else piece
+        yield f"{_DATA}{msgspec.json.encode(told).decode()}\n\n"
 
 
 def single_chunks(chunk: dict[str, Any], *, has_stop_token: bool = False) -> Iterator[dict[str, Any]]:

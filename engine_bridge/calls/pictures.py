@@ -28,6 +28,7 @@ _FIELDS: Mapping[str, frozenset[str]] = {
 _REFUSED = (
     "audio_url input_audio audio video_url input_video video image_embeds audio_embeds video_embeds prompt_embeds image_pil image_url file input_file"
 ).split()
+_FILES = ("file", "input_file")
 # Arguments of the code that reads pictures: one call could make it work without end, for all.
 _OPERATORS = ("mm_processor_kwargs", "media_io_kwargs")
 
@@ -159,6 +160,11 @@ def _check_other(part: dict[str, Any], param: str) -> None:
     part.pop("uuid", None)
     kind = part.get("type")
     refused = next((name for name in _REFUSED if kind == name or part.get(name) is not None), None)
+    if refused in _FILES:
+        raise InvalidRequest(
+            f"This server reads text and pictures, and the text of a part of the type {refused!r} that comes with its data (`file_data`).",
+            param=param,
+        )
     if refused is not None:
         raise InvalidRequest(
             f"This server reads text and pictures; it takes no part of the type {kind!r} with {refused!r}."

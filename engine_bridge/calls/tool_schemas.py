@@ -17,6 +17,16 @@ _BOUNDED = frozenset(
 # Source: RFC 8259 §6: readers that keep numbers as doubles agree on integers up to here.
 MAX_INTEGER = 2**53 - 1
 _NAMED = ("properties", "$defs", "definitions")
+# Types by the names that other languages have for them, too; in capitals, Gemini's API has them.
+_TYPES = {name: name for name in "object array string number integer boolean null".split()}
+_TYPES |= {
+    "dict": "object",
+    "list": "array",
+    "str": "string",
+    "float": "number",
+    "int": "integer",
+    "bool": "boolean",
+}
 # Under these stand names that a client has chosen, and no keywords.
 _OF_NAMES = (*_NAMED, "patternProperties", "dependentSchemas", "dependencies")
 _LISTED = ("anyOf", "oneOf", "prefixItems")
@@ -28,8 +38,9 @@ _NOT_HELD = frozenset(
     """not if then else dependentRequired dependentSchemas dependencies unevaluatedProperties unevaluatedItems contains minContains maxContains
     uniqueItems propertyNames $dynamicAnchor $dynamicRef $recursiveAnchor $recursiveRef""".split()
 )
-# What its regular expressions do not have: what stands around (words' ends, too), what was found before, and what only other programs' have.
-_NOT_IN_PATTERNS = re.compile(r"\(\?(<?[=!]|>)|\\[1-9bBcGkZ]")
+# What its regular expressions do not have: what stands around (words' ends, too), what was found before, and what only other programs' have, such as
+# JavaScript's slashes. Tried one by one.
+_NOT_IN_PATTERNS = re.compile(r"\(\?(<?[=!]|[>#|])|\\[0-9bBcehkEGKNQRXZ]|^/.*/[a-z]*$|\[\^\]|\{,")
 # Rules under some condition, and what they have where they may name properties that the object itself does not name.
 _CONDITIONAL = ("then", "else", "dependentSchemas", "dependencies")
 _NAMES_MORE = re.compile(r'"(properties|\$ref)"')
@@ -42,6 +53,8 @@ _REFERENCES = re.compile(r'"#/\$defs/([^"/]*)"')
 _ANY_NAME: tuple[Any, ...] = (True, {}, {"type": "string"})
 # How llguidance writes JSON by a schema. By default it writes no spaces.
 _SPACED = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+LOOSE = "Held as far as a grammar can hold it."
+"""The `$comment` of a schema that need not be held: see `opened`."""
 HELD = "// Calls held to the tools offered."
 """The first line of `held_calls`, a comment."""
 
@@ -65,6 +78,20 @@ def loosened(schema: Any) -> Any:
     return _changed(schema, _within_grammars)
 
 
+def opened(schema: Any) -> Any:
+    """Return a schema in which any object stands for each one whose `$comment` is LOOSE: for those that llguidance refuses though they were loosened.
+
+    In these is what no list of rules foretells: references to other servers, regular expressions of other programs, numbers in quotes.
+    """
+    if isinstance(schema, list):
+        return [opened(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("$comment") == LOOSE:
+        return {"type": "object"}
+    return {key: value if key in _VALUES else opened(value) for key, value in schema.items()}
+
+
 def _unless_remark(key: str, value: Any) -> tuple[str, Any] | None:
     is_remark = (
         (key == "format" and isinstance(value, str) and value not in _FORMATS)
@@ -85,10 +112,23 @@ def _within_grammars(key: str, value: Any) -> tuple[str, Any] | None:
         return key, {".*": {}}
     if key in _CONDITIONAL and _NAMES_MORE.search(json.dumps(value)):
         return "additionalProperties", True
-    is_beyond = key in _NOT_HELD or (key == "type" and value == "any")
+    if key == "type":
+        return _known_type(value)
+    is_beyond = key in _NOT_HELD
     if key == "pattern" and isinstance(value, str):
         is_beyond = _NOT_IN_PATTERNS.search(value) is not None
     return None if is_beyond else (key, value)
+
+
+def _known_type(value: Any) -> tuple[str, Any] | None:
+    """Return a type, or a list of some, by JSON Schema's names; None where it is any. What is not known stays, to be refused."""
+    names = [str(each).lower() for each in (value if isinstance(value, list) else [value])]
+    if "any" in names:
+        return None
+    if not _TYPES.keys() >= set(names):
+        return "type", value
+    known = [_TYPES[name] for name in names]
+    return "type", known if isinstance(value, list) else known[0]
 
 
 def _changed(schema: Any, change: Callable[[str, Any], tuple[str, Any] | None]) -> Any:

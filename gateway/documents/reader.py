@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import sys
+from collections import OrderedDict
 from contextlib import suppress
 from weakref import WeakValueDictionary
 
@@ -13,6 +15,8 @@ import msgspec
 from gateway.documents.messages import Document, Outcome
 from gateway.errors import GatewayError
 
+# Characters of documents that are remembered. Chosen: an agent sends what it has read with each of its calls, and reading it takes a second.
+MAX_REMEMBERED_CHARS = 8_000_000
 AT_ONCE = 2  # chosen: documents are rare, and cores are for answers
 
 
@@ -30,6 +34,8 @@ class DocumentReader:
         self._turns = asyncio.Semaphore(AT_ONCE)
         # Of each sender, while documents of it are read or wait.
         self._turns_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        # By sender, digest and media type: nobody learns from a reader's haste what others have sent.
+        self._read: OrderedDict[tuple[str, bytes, str], Document] = OrderedDict()
 
     async def read(self, data: bytes, media_type: str, sender: str = "") -> Document:
         """Return the text of a document.
@@ -42,9 +48,14 @@ class DocumentReader:
         Raises:
             GatewayError: `bad_request` with the document's fault, `overloaded` where no process can be started.
         """
+        key = sender, hashlib.sha256(data).digest(), media_type
         own = self._turns_of.setdefault(sender, asyncio.Semaphore(1))
-        async with own, self._turns:
-            output = await self._ask(data, media_type)
+        async with own:
+            if (known := self._read.get(key)) is not None:
+                self._read.move_to_end(key)
+                return known
+            async with self._turns:
+                output = await self._ask(data, media_type)
         try:
             found = msgspec.json.decode(output, type=Outcome)
         except (
@@ -53,7 +64,14 @@ class DocumentReader:
             raise _refusal("The document could not be read: reading it failed.") from error
         if found.document is None:
             raise _refusal(found.fault)
+        self._read[key] = found.document
+        while sum(len(each.text) for each in self._read.values()) > MAX_REMEMBERED_CHARS:
+            self._read.popitem(last=False)
         return found.document
+
+    def forget(self, sender: str) -> None:
+        """Forget what was read for a sender."""
+        self._read = OrderedDict((key, each) for key, each in self._read.items() if key[0] != sender)
 
     async def _ask(self, data: bytes, media_type: str) -> bytes:
         """Return what a new helper process says of a document. Raises GatewayError."""

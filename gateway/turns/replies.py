@@ -18,13 +18,14 @@ _ENDS = ("response.completed", "response.incomplete", "response.failed")
 # Characters of what an answer hands to tools that are kept while it is read. Chosen: tasks of helpers are of a page; files may be of megabytes.
 MAX_ARGUMENT_CHARS = 1 << 18
 
-# Anthropic's reasons of an answer's end, in the words of the chat socket. Source: Anthropic's "Handling stop reasons".
+# Anthropic's reasons of an answer's end, and that of functions, in the words of the chat socket. Source: Anthropic's "Handling stop reasons".
 _REASONS = {
     "end_turn": "stop",
     "stop_sequence": "stop",
     "max_tokens": "length",
     "model_context_window_exceeded": "length",
     "tool_use": "tool_calls",
+    "function_call": "tool_calls",
 }
 
 
@@ -305,7 +306,7 @@ class AnswerReader:
                 self._note_arguments(call.get("index", call.get("id")), tool.get("arguments"))
             if choice.get("finish_reason"):
                 self.is_complete = True
-                self.finish_reason = choice["finish_reason"]
+                self._note_end(choice["finish_reason"], None)
         self._note_end(None, value.get("usage"))
 
     def _on_response(self, value: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 from collections.abc import AsyncIterator
@@ -297,13 +298,51 @@ async def test_the_model_calls_a_tool_by_itself_and_answers_from_its_result(clie
     assert await streamed(client, messages, ASKS_WEATHER) == (said, "", None)
 
 
-async def test_a_tool_whose_schema_no_grammar_can_hold_is_still_offered(client: OpenAI) -> None:
-    tool = tools(function("get_weather", city={"type": "string", "pattern": "("}))
-    wish: Any = {"tools": tool, "max_tokens": 96}
-    answer = await say(client, **wish)
-    assert answer.choices[0].message.content
+async def test_a_tool_whose_schema_no_grammar_can_hold_is_offered_and_called_with_any_object(
+    client: OpenAI, claude: Any
+) -> None:
+    """A pattern of another program, types of another API, a reference to another server. Another tool is held to its own."""
+    city: Any
+    for city in (
+        {"type": "string", "pattern": "("},
+        {"type": "STRING"},
+        {"$ref": "https://a.example/b.json"},
+    ):
+        broken = function("get_weather", "The weather of a city.", city=city)
+        wish: Any = {"tools": tools(broken), "max_tokens": 96}
+        answer = await say(client, **wish)
+        assert answer.choices[0].message.content
+        for messages, offered in ((PARIS, [broken]), (PARIS, [broken, CITY | {"name": "other"}])):
+            wish |= {"tools": tools(*offered), "tool_choice": "required"}
+            _, name, arguments = await streamed(client, messages, wish)
+            assert name == "get_weather" and isinstance(arguments, dict)
+    strict = broken | {"strict": True}
     with pytest.raises(openai.BadRequestError, match="grammar"):
-        await say(client, **wish, tool_choice="required")
+        await say(client, PARIS, tools=tools(strict), tool_choice="required")
+
+
+async def test_the_input_of_a_call_of_messages_is_an_object_whatever_its_tool_s_schema_says(
+    claude: Any,
+) -> None:
+    tool: Any = {"name": "get_weather", "input_schema": {"type": "string", "maxLength": 4}}
+    for reply in await said_twice(claude, tools=[tool], tool_choice={"type": "any"}):
+        assert reply.content[0].type == "tool_use" and isinstance(reply.content[0].input, dict)
+
+
+async def test_the_form_of_an_answer_is_held_as_far_as_a_grammar_can_unless_it_is_strict(
+    client: OpenAI,
+) -> None:
+    rule = {"type": "string", "maxLength": 8, "pattern": "^(?!x)"}
+    schema = {"type": "object", "properties": {"city": rule}, "required": ["city"], "not": {}}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    answer = await say(client, PARIS, response_format=form)
+    assert len(json.loads(answer.choices[0].message.content or "")["city"]) <= 8
+    text: Any = {"format": {"type": "json_schema", "name": "answer", "schema": schema}}
+    response = await client.responses.create(model=MODEL, input="Hello", text=text, temperature=0)
+    assert json.loads(response.output_text).keys() == {"city"}
+    form["json_schema"]["strict"] = True
+    with pytest.raises(openai.BadRequestError, match="grammar"):
+        await say(client, PARIS, response_format=form)
 
 
 async def test_a_tool_with_a_rule_that_no_grammar_can_hold_is_called_unless_it_is_strict(
@@ -454,7 +493,7 @@ async def test_a_stream_counts_prompt_tokens_as_the_whole_reply_does(claude: Any
     assert end.output_tokens == whole.output_tokens
 
 
-async def test_documents_and_search_results_are_read(anthropic: Any, claude: Any) -> None:
+async def test_documents_and_search_results_are_read(anthropic: Any, claude: Any, client: OpenAI) -> None:
     """Where else they may stand is tested without a server."""
     text = "A long text that the model should have read, about Rome."
     plain = {"type": "text", "text": text}
@@ -466,9 +505,21 @@ async def test_documents_and_search_results_are_read(anthropic: Any, claude: Any
 
     found = {"type": "search_result", "source": "", "title": "", "content": [plain]}
     assert await count({"type": "document", "source": source}, found) == await count(plain, plain)
-    pdf = {"type": "base64", "media_type": "application/pdf", "data": "AA=="}
-    with pytest.raises(anthropic.BadRequestError, match="documents"):
-        await count({"type": "document", "source": pdf})
+    data = base64.b64encode(text.encode()).decode()
+    own = {"type": "base64", "media_type": "text/plain", "data": data}
+    assert await count({"type": "document", "source": own}) == await count(plain)
+    for source in (
+        {"type": "url", "url": "https://a.example/b.pdf"},
+        own | {"media_type": "application/pdf"},
+    ):
+        with pytest.raises(anthropic.BadRequestError, match="document"):
+            await count({"type": "document", "source": source})
+    file: Any = {"type": "file", "file": {"file_data": f"data:text/plain;base64,{data}"}}
+    read = await say(client, [{"role": "user", "content": [file]}], max_tokens=8)
+    told = await say(client, [{"role": "user", "content": text}], max_tokens=8)
+    assert read.usage == told.usage and read.choices[0].message == told.choices[0].message
+    with pytest.raises(openai.BadRequestError, match="file_data"):
+        await say(client, [{"role": "user", "content": [file | {"file": {"file_id": "x"}}]}])
 
 
 async def test_models_in_anthropics_form(anthropic: Any, claude: Any) -> None:
@@ -563,3 +614,33 @@ async def test_what_is_too_long_by_its_characters_is_shortened_as_by_its_tokens(
     long = body | {"messages": [{"role": "user", "content": "x" * 70_000}]}
     error = (await told(http.post(CHAT, json=long), 400))["error"]
     assert error["code"] == "context_length_exceeded" and "max_prompt_chars" in error["message"]
+
+
+async def test_who_offers_functions_gets_the_call_of_one_and_gives_back_its_result(client: OpenAI) -> None:
+    """As programs of 2023 do: by themselves, by name, whole and streamed."""
+    functions: Any = [tool["function"] for tool in WEATHER]
+    for more in ({}, {"function_call": {"name": "get_weather"}}):
+        wish: Any = {"functions": functions, "max_tokens": 96} | more
+        (choice,) = (await say(client, PARIS, **wish)).choices
+        called = choice.message.function_call
+        assert called and not choice.message.tool_calls and not choice.message.content
+        assert (called.name, json.loads(called.arguments)) == ("get_weather", {"city": "Paris"})
+        assert choice.finish_reason == ("stop" if more else "function_call")
+        name = arguments = reason = ""
+        async for chunk in await say(client, PARIS, stream=True, **wish):
+            delta = chunk.choices[0].delta
+            assert not delta.tool_calls
+            reason = chunk.choices[0].finish_reason or reason
+            if delta.function_call is not None:
+                name += delta.function_call.name or ""
+                arguments += delta.function_call.arguments or ""
+        assert (name, json.loads(arguments), reason) == (
+            "get_weather",
+            {"city": "Paris"},
+            choice.finish_reason,
+        )
+    back = choice.message.model_dump(exclude_none=True)
+    result = {"role": "function", "name": "get_weather", "content": "sunny in Paris, 21 degrees"}
+    answer = await say(client, [*PARIS, back, result], functions=functions, max_tokens=96)
+    assert "sunny" in (answer.choices[0].message.content or "")
+    assert answer.choices[0].finish_reason == "stop"

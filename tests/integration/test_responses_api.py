@@ -276,6 +276,31 @@ async def test_a_conversation_is_a_session_whose_turns_come_first(client: Client
         await client.say(asked, conversation="talk", previous_response_id=first.id)
 
 
+async def test_a_conversation_is_begun_read_listed_and_deleted(client: Client) -> None:
+    all_ = client.sdk.conversations
+    begun = await all_.create(metadata={"topic": "names"})
+    assert begun.object == "conversation" and begun.metadata == {"topic": "names"}
+    assert (await all_.retrieve(begun.id)).created_at == begun.created_at
+    assert not (await all_.items.list(begun.id)).data
+    alone = (await client.say("What is my name?")).usage.input_tokens
+    await client.say("My name is Ann.", conversation=begun.id)
+    said = await client.say("What is my name?", conversation=begun.id)
+    assert said.usage.input_tokens > alone
+    items = [item async for item in all_.items.list(begun.id, order="asc", limit=3)]
+    assert [item.role for item in items] == ["user", "assistant"] * 2 and len(
+        {item.id for item in items}
+    ) == 4
+    assert items[-1].content[0].text == said.output_text
+    (last,) = (await all_.items.list(begun.id, limit=1)).data
+    assert last.id == items[-1].id
+    with pytest.raises(openai.BadRequestError, match="first response"):
+        await all_.create(items=[{"type": "message", "role": "user", "content": "Hello"}])
+    assert (await all_.delete(begun.id)).deleted
+    for call in (all_.retrieve(begun.id), all_.items.list(begun.id), all_.delete("conv_nope")):
+        with pytest.raises(openai.NotFoundError):
+            await call
+
+
 async def test_a_stream_that_runs_out_of_tokens_says_so(client: Client) -> None:
     cut = await client.events("Hello!", max_output_tokens=2)
     assert [event.type for event in cut if event.type.startswith("response.i")][-1] == "response.incomplete"

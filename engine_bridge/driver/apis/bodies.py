@@ -14,6 +14,7 @@ from engine_bridge.calls.pictures import where
 from engine_bridge.driver.apis.failures import (
     CANNOT_CONTINUE,
     TOO_LATE,
+    as_template_failure,
     cannot_continue,
     is_clients,
     log_once,
@@ -109,7 +110,7 @@ def as_unusable(error: Exception, body: Any) -> ErrorResponse:
         return as_error_response(InvalidRequest(PICTURE_MESSAGE, param=where(body)))
     suspect = suspect_of(body)
     if suspect is None:
-        return as_error_response(error)
+        return as_error_response(as_template_failure(error) or error)
     log.info("a body could not be used, which is taken to be its own fault", exc_info=error)
     return create_error_response(suspect.message, param=suspect.param)
 

@@ -1,7 +1,7 @@
-"""Chat completions as vLLM serves them, with four corrections.
+"""Chat completions as vLLM serves them, with five corrections.
 
-Each chunk of a stream holds one thing, reasoning has both of its names, log probabilities cover only the text's tokens, and a whole reply has the
-calls and the reason of its end that the stream of the same answer has.
+Each chunk of a stream holds one thing, reasoning has both of its names, log probabilities cover only the text's tokens, a whole reply has the
+calls and the reason of its end that the stream of the same answer has, and who offered functions gets the call of one.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from engine_bridge.calls.chat_chunks import ends_with_stop_token, split_event, thought_of
+from engine_bridge.calls.old_functions import end_of_call
 from engine_bridge.driver.apis.cut_calls import WholeChat
 from engine_bridge.driver.vllm_api import OpenAIServingChat
 
@@ -27,6 +28,10 @@ class Chat(WholeChat, OpenAIServingChat):
             is_stopped = ends_with_stop_token(choice.finish_reason, choice.stop_reason)
             if logprobs and is_stopped and not request.include_stop_str_in_output:
                 logprobs.pop()
+            if _offers_functions(request) and choice.message.tool_calls:
+                choice.message.function_call = choice.message.tool_calls[0].function
+                choice.message.tool_calls = []
+                choice.finish_reason = end_of_call(choice.finish_reason)
         return reply
 
 
@@ -34,4 +39,10 @@ def chunks_of(request: Any, event: str) -> Iterable[str]:
     """Return the events to send for one event of vLLM's stream: a chunk that holds several things is sent as several chunks (`chat_chunks`)."""
     if '"finish_reason":null' in event and '"tool_calls":' not in event and '"reasoning":' not in event:
         return (event,)  # by far the most usual chunk, a piece of the text
-    return split_event(event, has_stop_token=request.include_stop_str_in_output)
+    has_functions = _offers_functions(request)
+    return split_event(event, has_stop_token=request.include_stop_str_in_output, has_functions=has_functions)
+
+
+def _offers_functions(request: Any) -> bool:
+    """Return whether the client has offered functions, which became tools (`old_functions`)."""
+    return bool(getattr(request, "functions", None))

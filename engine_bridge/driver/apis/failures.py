@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dis
 import logging
+import traceback
 import uuid
 from collections.abc import Iterator
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, UndefinedError
 from pydantic import ValidationError
 
 from engine_bridge.calls.invalid_fields import explain
@@ -30,6 +31,10 @@ log = logging.getLogger(__name__)
 CANNOT_CONTINUE = (
     "The chat template of this model leaves out a part of the last message, so no answer can go on from it. "
     "Leave that part out, or end with a message of the user's."
+)
+TEMPLATE_FAILED = (
+    "The chat template of this model fails on this conversation{}. Leave out what is unusual in its messages and tools, "
+    "or have the server's operator give a template that can write it (--chat-template)."
 )
 TOO_LATE = "Reading the prompt took too long. Send it again, or a shorter one."
 RETRY_AFTER_S = 1.0
@@ -51,6 +56,8 @@ _READERS = (
 )
 # vLLM's loggers that report each stream which ends early as an internal error, before they ask here what to tell its client.
 _TWICE = ("vllm.entrypoints.openai.chat_completion.serving", "vllm.entrypoints.openai.completion.serving")
+# What Jinja calls the file of a template that comes as a text.
+_TEMPLATES = ("<template>", "<unknown>")
 _REFUSALS = (ValueError, TypeError, OverflowError, NotImplementedError)
 
 
@@ -84,6 +91,27 @@ def cannot_continue(error: BaseException) -> bool:
     is_said = isinstance(error, ValueError) and "continue_final_message" in str(error)
     is_theirs = _place_of(error) == ("transformers.utils.chat_template_utils", "RAISE_VARARGS")
     return (is_said and is_theirs) or any(map(cannot_continue, _causes(error)))
+
+
+def as_template_failure(error: BaseException) -> InvalidRequest | None:
+    """Return what a client is told of an error that a chat template has raised by mistake, None for another one. The error is logged.
+
+    Templates take fields of a conversation for granted: of a call, of a tool, a question behind each answer. Only Jinja's own error is quoted, which
+    says the name of such a field.
+    """
+    found: BaseException | None = error
+    while found is not None and not _is_raised_in_a_template(found):
+        found = next(_causes(found), None)
+    if found is None:
+        return None
+    log.warning("the chat template failed on a conversation", exc_info=error)
+    reason = f": {found}" if isinstance(found, UndefinedError) else ""
+    return InvalidRequest(TEMPLATE_FAILED.format(reason), param="messages")
+
+
+def _is_raised_in_a_template(error: BaseException) -> bool:
+    names = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
+    return isinstance(error, UndefinedError) or any(name in _TEMPLATES for name in names)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -124,7 +152,7 @@ def as_bridge_error(error: Exception) -> BridgeError:
         return EngineUnavailable(TOO_LATE)
     if is_clients(error):
         return too_long_or_invalid(str(error))
-    return InternalFailure(noted(error))
+    return as_template_failure(error) or InternalFailure(noted(error))
 
 
 def unfit(error: ValidationError) -> InvalidRequest:

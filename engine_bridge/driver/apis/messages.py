@@ -43,6 +43,12 @@ class Messages(WholeChat, AnthropicServingMessages):
             if request.tool_choice not in (None, "auto", "none"):
                 raise InvalidRequest("`tool_choice` demands a tool call: offer `tools`.", param="tool_choice")
             request.tool_choice = "none"
+        for tool in request.tools or ():
+            kind = (tool.function.parameters or {}).get("type")
+            if isinstance(kind, str) and kind.lower() != "object":
+                tool.function.parameters = {
+                    "type": "object"
+                }  # as the input of every call is, to Anthropic's clients
         if _is_begun(request.messages):
             # Source: Anthropic's "Prefill Claude's response".
             request.add_generation_prompt, request.continue_final_message = False, True

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, Literal
 
 from engine_bridge.calls.tool_schemas import (
+    LOOSE,
     at_most_one,
     held_calls,
     loosened,
@@ -126,7 +127,7 @@ def _portable(tool: Any, definitions: dict[str, Any]) -> Any:
     function = getattr(tool, "function", tool)
     if tool.type != "function" or not isinstance(function.parameters, dict):
         return tool
-    schema = function.parameters if function.strict else loosened(function.parameters)
+    schema = function.parameters if function.strict else loosened(function.parameters) | {"$comment": LOOSE}
     parameters, needed = portable(schema, f"arguments_{len(definitions)}")
     definitions |= needed
     changed = function.model_copy(update={"parameters": parameters})
@@ -175,6 +176,16 @@ def refuses_calls(request: Any) -> bool:
     """Return whether a request of any API offers tools and asks that none is called."""
     choice = getattr(request, "tool_choice", None)
     return bool(getattr(request, "tools", None)) and getattr(choice, "type", choice) == "none"
+
+
+def is_strict(request: Any) -> bool:
+    """Return whether a request of any API demands calls, of which each tool says whether it is strict, or an answer in a form that is strict."""
+    choice = getattr(request, "tool_choice", None)
+    if getattr(request, "tools", None) and getattr(choice, "type", choice) not in (None, "auto", "none"):
+        return True
+    form = getattr(getattr(request, "response_format", None), "json_schema", None)
+    form = form or getattr(getattr(request, "text", None), "format", None)
+    return bool(getattr(form, "strict", False))
 
 
 def ends_of_thought(name: str, tokenizer: Any) -> frozenset[int]:

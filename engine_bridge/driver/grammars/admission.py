@@ -11,7 +11,7 @@ import contextlib
 import json
 from typing import Any
 
-from engine_bridge.calls.tool_schemas import closed, is_held, spaced, without_remarks
+from engine_bridge.calls.tool_schemas import closed, is_held, loosened, opened, spaced, without_remarks
 from engine_bridge.driver.grammars import running
 from engine_bridge.driver.vllm_api import (
     SamplingParams,
@@ -35,24 +35,57 @@ def checker_of(engine: Any, limits: RequestLimits) -> GrammarChecker:
 
 
 async def check_grammar(
-    params: SamplingParams | None, config: Any, checker: GrammarChecker, tenant: str
+    params: SamplingParams | None,
+    config: Any,
+    checker: GrammarChecker,
+    tenant: str,
+    *,
+    is_strict: bool = True,
 ) -> None:
-    """Tighten a request's JSON schema and have its grammar checked; a bad grammar that no client has asked for is left out of `params`.
+    """Tighten a request's JSON schema and have its grammar checked.
 
-    `config` is the engine's `StructuredOutputsConfig`.
+    Of a bad grammar that no client has asked for nothing is left in `params`; of a JSON schema, what need not be held is left out.
+
+    Args:
+        params: the request's, which are changed.
+        config: the engine's `StructuredOutputsConfig`.
+        checker: checks grammars.
+        tenant: whose request it is.
+        is_strict: whether the whole schema must be held, but for tools in it that need not be.
 
     Raises:
         VLLMValidationError: for a grammar that the engine must not see.
     """
     if params is None:
         return
+    structured = params.structured_outputs
+    given = structured.json if structured is not None else None
+    reason = await _fault(params, config, checker, tenant)
+    if not reason or structured is None:
+        return
+    if is_held(structured.grammar):
+        params.structured_outputs = None
+        return
+    if given is not None:
+        structured.json = (opened if is_strict else loosened)(_parsed(given))
+        if structured.json != given and not await _fault(params, config, checker, tenant):
+            return
+    raise VLLMValidationError(f"Invalid grammar: {reason}")
+
+
+async def _fault(params: SamplingParams, config: Any, checker: GrammarChecker, tenant: str) -> str:
+    """Return why the grammar of a request is refused, "" for a good one. Its schema is tightened."""
     close_schema(params)
     grammar = grammar_of(params, config)
-    if grammar is None or not (reason := await checker.check(grammar, tenant)):
-        return
-    if params.structured_outputs is None or not is_held(params.structured_outputs.grammar):
-        raise VLLMValidationError(f"Invalid grammar: {reason}")
-    params.structured_outputs = None
+    return await checker.check(grammar, tenant) if grammar is not None else ""
+
+
+def _parsed(schema: Any) -> Any:
+    """Return a JSON schema that may come as a text; a text that is no JSON as it is."""
+    if isinstance(schema, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(schema)
+    return schema
 
 
 def close_schema(params: SamplingParams) -> None:
@@ -65,10 +98,9 @@ def close_schema(params: SamplingParams) -> None:
         structured.json, structured.json_object = {"type": "object"}, None
     if structured is None or structured.json is None:
         return
-    with contextlib.suppress(ValueError, RecursionError):
-        schema = structured.json
-        given = json.loads(schema) if isinstance(schema, str) else schema
-        structured.json = spaced(closed(without_remarks(given)))
+    if not isinstance(given := _parsed(structured.json), str) or given != structured.json:
+        with contextlib.suppress(RecursionError):
+            structured.json = spaced(closed(without_remarks(given)))
 
 
 def grammar_of(params: SamplingParams, config: Any) -> str | None:

@@ -42,6 +42,7 @@ class Call:
         num_answer_tokens: tokens of the first answer so far.
         num_logprobs: number of log probabilities that whole answers have brought so far.
         banned_token: a token that its answers must not have; None: they may have all.
+        is_strict: whether its answers must be held to the whole of their form.
         seen: the ids that the engine has read and written, packed; b"" until the answer is over, and where there were several answers.
     """
 
@@ -58,6 +59,7 @@ class Call:
         self.first: RequestOutput | None = None
         self.num_answer_tokens = self.num_logprobs = 0
         self.banned_token: int | None = None
+        self.is_strict = True
         self.seen = b""
         self._history = history
         self._when_known = when_known

@@ -218,7 +218,8 @@ class BridgeEngineClient(EngineClient):
 
     async def check_grammar(self, params: SamplingParams | None, tenant: str) -> None:
         """Have a request's grammar checked; see `admission.check_grammar`."""
-        await check_grammar(params, self.vllm_config.structured_outputs_config, self._grammars, tenant)
+        config = self.vllm_config.structured_outputs_config
+        await check_grammar(params, config, self._grammars, tenant, is_strict=current_call().is_strict)
 
     def launch(
         self, unique_id: str, request: EngineCoreRequest, text: str | None, until_s: float | None = None

@@ -39,7 +39,7 @@ from engine_bridge.driver.apis.messages import Messages
 from engine_bridge.driver.apis.output_split import OutputSplit
 from engine_bridge.driver.apis.responses import ResponsesServing, sse_text
 from engine_bridge.driver.apis.tokenize_request import NoBody, TokenizeBody, tokenizer_facts
-from engine_bridge.driver.apis.tool_calls import NO_FORM, refuses_calls
+from engine_bridge.driver.apis.tool_calls import NO_FORM, is_strict, refuses_calls
 from engine_bridge.driver.serving.api_events import ApiEvents, ended
 from engine_bridge.driver.serving.call import CALL, Call
 from engine_bridge.driver.serving.engine_client import BridgeEngineClient
@@ -299,6 +299,7 @@ class Serving:
             if refuses_calls(request):
                 # A model that sees tools calls them, whatever the request says, and the call would be text.
                 call.banned_token = self._options.call_opener
+            call.is_strict = is_strict(request)
             result = await _cancellable(endpoint.call(request, raw_request))
             if call.failure is not None:
                 raise call.failure

@@ -13,6 +13,7 @@ GENERATING = "Serve a model that generates text. One that makes embeddings may s
 DIVIDING_PARTS = "Choose a --tensor-parallel-size that divides it"
 OTHER_SETTING = "Change the setting, or take it away"
 TRUSTED_CODE = "If you trust it: --trust-remote-code"
+MENDED_DEFAULTS = "Mend this value in the model's folder, or take it out of the file"
 OTHER_MODEL = "Serve another model, or try a newer release of vLLM"
 
 
@@ -114,6 +115,11 @@ _ERRORS = (
         r"validation errors? for (?!LoRAConfig)\w+Config\n(\w[\w.]*)\n\s+(.*?) \[type=",
         "{0} is set wrong: {1}",
         OTHER_SETTING,
+    ),
+    (
+        r"(`(?:max_new_tokens|early_stopping|compile_config|assistant_ensemble_weight)` must be .*|Invalid `cache_implementation` .*)",
+        "generation_config.json is wrong: {0}",
+        MENDED_DEFAULTS,
     ),
     (
         r"(No common block size for .*)",

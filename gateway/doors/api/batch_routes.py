@@ -14,8 +14,7 @@ from engine_bridge.protocol.engine_request import EngineRequest
 from engine_bridge.protocol.node import JsonReply
 from gateway.access.auth import Principal, tenant_of
 from gateway.doors.api.call_size import check_call
-from gateway.doors.api.openai_routes import as_response, count_tokens, take_priority
-from gateway.doors.api.picture_fetching import fetch_pictures
+from gateway.doors.api.openai_routes import as_response, bring_in, count_tokens, take_priority
 from gateway.doors.api.recording import adapter_named
 from gateway.doors.http.bodies import json_body
 from gateway.doors.http.web_policy import LEFT_OUT_HEADER, REQUEST_ID_HEADER, TRACE, Trace, request_id
@@ -39,7 +38,7 @@ async def batch(request: web.Request) -> web.Response:
             priority = take_priority(services, body) or 0
             bodies = _each(services, body)
             for each in bodies:
-                await fetch_pictures(services.config, each)
+                await bring_in(services, each, services.client_of(principal.owner, request))
             try:
                 async with asyncio.TaskGroup() as group:
                     asked = [

@@ -23,6 +23,7 @@ from gateway.access.auth import Principal, tenant_of
 from gateway.advisories.followers import AgentCall
 from gateway.doors.api import anthropic_models
 from gateway.doors.api.call_size import check_call
+from gateway.doors.api.document_reading import read_documents
 from gateway.doors.api.picture_fetching import fetch_pictures
 from gateway.doors.api.recording import Recording, adapter_named, record, recording_of
 from gateway.doors.http.admission import RareLine
@@ -89,23 +90,22 @@ def _check_size(services: Services, api: Api, body: Any) -> None:
     check_call(api, body, max_messages=config.max_messages, max_sequences=config.max_sequences)
 
 
-def _refuse_embedding_model(services: Services, body: Any) -> None:
-    """Raise GatewayError for a call that asks the embedding model for an answer."""
+def _refuse(services: Services, api: Api, body: Any) -> None:
+    """Raise GatewayError for a call that asks the embedding model for an answer, or whose conversation the server is to hold (`thread`).
+
+    Of such a conversation later calls would come without what was said before. Tool runners of Anthropic's SDKs ask for it, and send whole
+    conversations where the server cannot. Source: SDK for Python 2.14, `_thread_state`.
+    """
+    if not isinstance(body, dict):
+        return
     other = services.embeddings
-    if other is not None and isinstance(body, dict) and body.get("model") == other.name:
+    if other is not None and body.get("model") == other.name:
         raise GatewayError(
             "bad_request",
             f"The model `{other.name}` makes embeddings only (POST /v1/embeddings). Ask `{services.config.served_model_name}`.",
             param="model",
         )
-
-
-def _refuse_thread(api: Api, body: Any) -> None:
-    """Raise GatewayError for a call whose conversation the server is to hold: later calls would come without what was said before.
-
-    Tool runners of Anthropic's SDKs ask for that and send whole conversations where the server cannot. Source: SDK for Python 2.14, `_thread_state`.
-    """
-    if api == "messages" and isinstance(body, dict) and body.get("thread") is not None:
+    if api == "messages" and body.get("thread") is not None:
         raise GatewayError(
             "bad_request",
             "This server holds no message threads: send the whole conversation with each call, without `thread`.",
@@ -114,18 +114,24 @@ def _refuse_thread(api: Api, body: Any) -> None:
         )
 
 
+async def bring_in(services: Services, body: Any, sender: str) -> None:
+    """Put into a call's body what it names or packs: pictures by their address, the text of documents. Raises GatewayError."""
+    await fetch_pictures(services.config, body)
+    await read_documents(services.documents, body, sender)
+
+
 async def _handle(
     request: web.Request, services: Services, principal: Principal, named: Api | None
 ) -> web.StreamResponse:
     owner = principal.owner
     body = await json_body(request)
     api = named or _invoked(body)
-    _refuse_embedding_model(services, body)
-    _refuse_thread(api, body)
+    _refuse(services, api, body)
     priority = take_priority(services, body)
     hints = _hints(services, api, body, request.headers)
     is_background = _take_background(api, body)
-    await fetch_pictures(services.config, body)
+    sender = services.client_of(owner, request)
+    await bring_in(services, body, sender)
     recording = await recording_of(services, owner, api, body, request.headers.get(SESSION_HEADER))
     _check_size(services, api, body)
     asked = read_body(body)
@@ -136,7 +142,7 @@ async def _handle(
         owner, api, request.headers, body, adapter, stored, is_named=is_named
     )
     strip(body)
-    whose = Asker(owner, services.client_of(owner, request), adapter)
+    whose = Asker(owner, sender, adapter)
     if text := services.kv_hints.heard(whose, call, hints):
         request[HINTS_TOLD] = text
     asker = EngineRequest(

@@ -123,7 +123,7 @@ async def _went_before(
     else:
         name, param = conversation or "", "conversation"
         found = await services.store.responses.of_session(owner, name)
-        unknown = f"There is no conversation {name[:100]!r} here. It is one of your sessions: POST /api/sessions begins one."
+        unknown = f"There is no conversation {name[:100]!r} here. It is one of your sessions: POST /v1/conversations begins one."
     if found is None:
         raise GatewayError("not_found", unknown, param=param)
     stored = [response for _, response in found.turns if response is not None]

@@ -78,9 +78,13 @@ async def input_items(request: web.Request) -> web.Response:
     """Answer `GET /v1/responses/{id}/input_items`: with the input of a stored response, the newest item first unless `order=asc`."""
     turn, stored = await _stored(request)
     items = orjson.loads(stored.items) if stored else [{"role": "user", "content": turn.content}]
-    listed = listed_items(items, request.match_info["id"])
+    return page_of(request, listed_items(items, request.match_info["id"]))
+
+
+def page_of(request: web.Request, listed: list[dict[str, Any]]) -> web.Response:
+    """Return the page of items that a request asks for by `order`, `after` and `limit`. listed: all of them, the oldest first."""
     if request.query.get("order", "desc") == "desc":
-        listed.reverse()
+        listed = listed[::-1]
     after = request.query.get("after")
     if after is not None:
         places = [number for number, item in enumerate(listed) if item["id"] == after]

@@ -97,8 +97,25 @@ class ResponseDeleted(Struct, frozen=True, kw_only=True):
     deleted: bool
 
 
+class Conversation(Struct, frozen=True, kw_only=True):
+    """A conversation in the form of OpenAI's API."""
+
+    id: str
+    object: Literal["conversation"]
+    created_at: int
+    metadata: dict[str, Any]
+
+
+class ConversationDeleted(Struct, frozen=True, kw_only=True):
+    """The reply to deleting a conversation, in the form of OpenAI's API."""
+
+    id: str
+    object: Literal["conversation.deleted"]
+    deleted: bool
+
+
 class InputItems(Struct, frozen=True, kw_only=True):
-    """A page of the input of a response. last_id: give it as `after` to get the next page."""
+    """A page of the input of a response, or of a conversation. last_id: give it as `after` to get the next page."""
 
     object: Literal["list"]
     data: list[dict[str, Any]]

@@ -37,6 +37,7 @@ def query(name: str, description: str, **schema: Any) -> Parameter:
 PATH_PARTS = {
     "adapters/{name}": "The adapter's name.",
     "advisories/{id}": "The advisory's id.",
+    "conversations/{id}": "The conversation's id, which is its session's.",
     "keys/{key}": "The key's first characters, as the list shows them.",
     "kv_hints/{id}": "The hint's id.",
     "models/{name}": "The model's or adapter's name.",

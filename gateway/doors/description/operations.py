@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine_bridge.protocol.node import AdapterInfo
+from gateway.doors.api.conversation_routes import NewConversation
 from gateway.doors.description.advice_operations import ADVICE_OPERATIONS
 from gateway.doors.description.bodies import (
     AdapterChanged,
@@ -16,6 +17,8 @@ from gateway.doors.description.bodies import (
     Alive,
     ChatBatch,
     ChatModels,
+    Conversation,
+    ConversationDeleted,
     EngineStanding,
     InputItems,
     Invocation,
@@ -46,6 +49,11 @@ from gateway.doors.rest.engine import DEFAULT_LIMIT, MAX_LIMIT
 from gateway.doors.rest.nodes import NodeChange
 from gateway.nodes.node_states import NodeList, NodeStatus
 
+_PAGE = (
+    query("order", "Oldest or newest first.", enum=["asc", "desc"], default="desc"),
+    query("limit", "Most items.", type="integer", minimum=1, maximum=100, default=20),
+    query("after", "The `last_id` of the page before."),
+)
 # Stands in examples for the name of the served model.
 MODEL = "MODEL"
 
@@ -202,11 +210,38 @@ OPERATIONS: tuple[Operation, ...] = (
         "GET /v1/responses/{id}/input_items",
         "list_input_items",
         "List the input of a stored response (OpenAI)",
-        parameters=(
-            query("order", "Oldest or newest first.", enum=["asc", "desc"], default="desc"),
-            query("limit", "Most items.", type="integer", minimum=1, maximum=100, default=20),
-            query("after", "The `last_id` of the page before."),
-        ),
+        parameters=_PAGE,
+        replies={200: ReplyShape("The items.", InputItems)},
+        errors=(400, 404, 503),
+    ),
+    generate(
+        "POST /v1/conversations",
+        "create_conversation",
+        "Begin a conversation (OpenAI)",
+        "An empty session, to be named as `conversation` by responses.",
+        body=Body(NewConversation, is_required=False),
+        replies={200: ReplyShape("The conversation.", Conversation)},
+        errors=(400, 429, 503),
+    ),
+    generate(
+        "GET /v1/conversations/{id}",
+        "read_conversation",
+        "Read a conversation (OpenAI)",
+        replies={200: ReplyShape("The conversation.", Conversation)},
+        errors=(404, 503),
+    ),
+    generate(
+        "DELETE /v1/conversations/{id}",
+        "delete_conversation",
+        "Delete a conversation (OpenAI)",
+        replies={200: ReplyShape("It is deleted.", ConversationDeleted)},
+        errors=(404, 503),
+    ),
+    generate(
+        "GET /v1/conversations/{id}/items",
+        "list_conversation_items",
+        "List what was asked and answered in a conversation (OpenAI)",
+        parameters=_PAGE,
         replies={200: ReplyShape("The items.", InputItems)},
         errors=(400, 404, 503),
     ),

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from gateway.documents.reader import DocumentReader
 from gateway.doors.http.bodies import in_place, json_reply
 from gateway.services import SERVICES
-
-_READER = web.AppKey("reader", DocumentReader)
 
 
 async def read_document(request: web.Request) -> web.Response:
@@ -19,11 +16,9 @@ async def read_document(request: web.Request) -> web.Response:
     if (request.content_length or 0) > limit:
         raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=request.content_length or 0)
     data = await request.read()
-    return json_reply(await request.app[_READER].read(data, request.content_type, sender))
+    return json_reply(await services.documents.read(data, request.content_type, sender))
 
 
 def add_routes(app: web.Application) -> None:
     """Add the route that reads documents."""
-    config = app[SERVICES].config
-    app[_READER] = DocumentReader(config.document_s, config.document_mib)
     app.add_routes([web.post("/api/documents", in_place(read_document))])

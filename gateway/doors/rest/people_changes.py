@@ -115,6 +115,7 @@ async def erase(services: Services, person: Person) -> Erased:
     await services.sign_ins.forget(owner)
     await services.usage.forget(owner)
     await services.learned.forget(owner)
+    services.documents.forget(owner)
     await asyncio.to_thread(Shelf(services.config.data_dir / SHELF_NAME).erase, owner)
     try:
         num_blocks = await services.node.erase_kv(tenant_of(owner))

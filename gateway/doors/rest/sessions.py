@@ -143,17 +143,21 @@ async def discard_turn(request: web.Request) -> web.Response:
 async def delete_session(request: web.Request) -> web.Response:
     """Handle `DELETE /api/sessions/{id}`: stop its answers and delete it. It can be restored for a while."""
     services = request.app[SERVICES]
-    owner = services.admit(request).owner
-    session_id = request.match_info["id"]
+    await remove_session(request.app, services.admit(request).owner, request.match_info["id"])
+    return web.Response(status=204)
+
+
+async def remove_session(app: web.Application, owner: str, session_id: str) -> None:
+    """Stop a session's answers and delete it. Raises GatewayError `not_found`."""
+    services = app[SERVICES]
     await services.store.delete(owner, session_id, time.time())
     # Its link does not come back with it. Where that cannot be written now, on a full disk, a purge ends the link.
     with contextlib.suppress(GatewayError):
-        await asyncio.to_thread(request.app[SHELF].withdraw, owner, session_id)
+        await asyncio.to_thread(app[SHELF].withdraw, owner, session_id)
     services.list_feed.changed(owner, session_id)
     services.node.end_session(tenant_of(owner), session_id)
     services.drafts.stop(owner, session_id)
     await services.turns.stop_session(owner, session_id)
-    return web.Response(status=204)
 
 
 async def restore_session(request: web.Request) -> web.Response:

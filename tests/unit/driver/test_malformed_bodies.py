@@ -130,3 +130,16 @@ def test_what_a_template_refuses_is_told_in_its_words_and_a_beginning_that_it_le
         refused.__cause__ = error
     response = as_unusable(raised(refused), {"messages": chat})
     assert (response.error.code, response.error.message) == (400, CANNOT_CONTINUE)
+
+
+def test_a_template_that_fails_on_a_conversation_is_told_with_what_to_do_and_without_its_text() -> None:
+    for template, reason in (
+        ("{{ messages[0].tool_calls.name }}", ": 'messages' is undefined"),
+        ("{{ 'a secret' + 1 }}", ""),
+        ("{{ {}['a secret' | int] | length + 'a secret' | float / 0 }}", ""),
+    ):
+        failed = rendered(template)
+        response = as_unusable(failed, PLAIN)
+        assert response.error.code == 400 and "secret" not in response.error.message
+        assert f"fails on this conversation{reason}. Leave out" in response.error.message
+        assert isinstance(as_bridge_error(failed), InvalidRequest)

@@ -11,13 +11,14 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tokenizers import get_tokenizer
 from vllm.tool_parsers import ToolParserManager
 
-from engine_bridge.calls.tool_schemas import closed, spaced, without_remarks
+from engine_bridge.calls.tool_schemas import LOOSE, closed, opened, spaced, without_remarks
 from engine_bridge.driver.apis import tool_calls
 from engine_bridge.driver.apis.tool_calls import NO_FORM, NoFormToolParser, install_tool_parser
 from engine_bridge.settings.parser_choice import REASONING_FAMILIES, TOOL_FAMILIES, Choice
 
 MODEL = Path(__file__).parents[3] / "demo" / "model"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+HELD = SCHEMA | {"$comment": LOOSE}
 FUNCTION = {"name": "get_weather", "parameters": SCHEMA}
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
@@ -49,8 +50,8 @@ def test_demanded_calls_are_json_with_every_parser(name: str) -> None:
 
     assert parser.supports_required_and_named, "vLLM reads such calls as JSON"
     call = schema("required")["items"]["anyOf"][0]["properties"]
-    assert (call["name"]["enum"], call["parameters"]) == (["get_weather"], SCHEMA)
-    assert "maxItems" not in schema("required") and schema(NAMED) == SCHEMA
+    assert (call["name"]["enum"], call["parameters"]) == (["get_weather"], HELD)
+    assert "maxItems" not in schema("required") and schema(NAMED) == HELD
     assert "maxItems" in schema("required", parallel_tool_calls=False)
 
 
@@ -112,6 +113,11 @@ def test_what_no_grammar_can_hold_is_left_to_the_model_unless_the_tool_is_strict
     for strict in (False, True):
         schema = parser.adjust_request(chat(choice, tools=[referring(1, strict)])).structured_outputs.json
         assert ("not" in schema["$defs"]["arguments_0"]) == strict
+    tools = [referring(1, True), referring(2, False)]
+    schema = parser.adjust_request(chat("required", tools=tools)).structured_outputs.json
+    whole, anything = opened(schema), {"type": "object"}
+    assert whole["$defs"] == {"arguments_0": schema["$defs"]["arguments_0"], "arguments_1": anything}
+    assert opened(parser.adjust_request(chat(NAMED)).structured_outputs.json) == anything
 
 
 def test_a_model_without_a_form_makes_one_call_and_its_own_stay_text() -> None:

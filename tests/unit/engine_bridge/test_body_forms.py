@@ -222,3 +222,29 @@ def test_what_would_be_passed_over_is_refused_with_what_is_taken(block: Any, wor
 @pytest.mark.parametrize("api", ["chat", "completions", "responses", "messages", "count_tokens", "tokenize"])
 def test_what_is_malformed_is_left_for_vllm_to_explain(api: Any, body: Any) -> None:
     usual_form(api, body, 4096)
+
+
+def test_functions_as_they_were_before_tools_are_tools() -> None:
+    look = {"name": "look", "parameters": {"type": "object"}}
+    offered = formed("chat", messages=[], functions=[look])
+    assert offered["tools"] == [{"type": "function", "function": look}] and offered["functions"] == [look]
+    assert (offered["tool_choice"], offered["parallel_tool_calls"]) == ("auto", False)
+    for said, choice in (
+        ("none", "none"),
+        ({"name": "look"}, {"type": "function", "function": {"name": "look"}}),
+    ):
+        found = formed("chat", messages=[], functions=[look], function_call=said)
+        assert found["tool_choice"] == choice
+    mine = formed("chat", messages=[], functions=[look], tools=[{"type": "function", "function": look}])
+    assert "functions" not in mine and "tool_choice" not in mine
+    assert "tools" not in formed("chat", messages=[], functions=[])
+    call = {"name": "look", "arguments": "{}"}
+    asked = {"role": "assistant", "content": None, "function_call": call}
+    seen = {"role": "function", "name": "look", "content": "A sea."}
+    history = formed("chat", messages=[asked, seen, asked | {"content": "Hm."}, seen])["messages"]
+    ids = ["call00001", "call00002"]
+    assert [message["tool_calls"][0]["id"] for message in history[::2]] == ids
+    assert history[0]["tool_calls"] == [{"id": ids[0], "type": "function", "function": call}]
+    assert [message["tool_call_id"] for message in history[1::2]] == ids
+    assert history[1]["role"] == "tool" and "function_call" not in history[2]
+    assert formed("chat", messages="x")["messages"] == "x"

@@ -87,7 +87,12 @@ def test_rules_beyond_grammars_are_left_out_of_tools_wherever_they_stand() -> No
         "properties": {
             "not": text | {"not": {"const": "x"}},
             "list": {"type": "array", "items": text, "uniqueItems": True, "contains": text},
-            "code": {"anyOf": [code, code | {"pattern": "^(?!x)a"}, {"type": "any"}]},
+            "code": {
+                "anyOf": [code, code | {"pattern": "^(?!x)a"}, {"type": "any"}, {"type": ["any", "null"]}]
+            },
+            "ours": {"type": "STRING", "pattern": r"/^[a-z]+$/i"},
+            "maybe": {"type": ["str", "null"]},
+            "unknown": {"type": "banana"},
         },
         "if": {},
         "then": {},
@@ -97,7 +102,10 @@ def test_rules_beyond_grammars_are_left_out_of_tools_wherever_they_stand() -> No
         "properties": {
             "not": text,
             "list": {"type": "array", "items": text},
-            "code": {"anyOf": [code, text, {}]},
+            "code": {"anyOf": [code, text, {}, {}]},
+            "ours": text,
+            "maybe": {"type": ["string", "null"]},
+            "unknown": {"type": "banana"},
         }
     }
 

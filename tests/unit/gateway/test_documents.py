@@ -1,9 +1,12 @@
 """Documents as text: each format, what is wrong with some, and the bounds of the process that reads them."""
 
 import asyncio
+import base64
+import copy
 import io
 import zipfile
 from collections.abc import Callable
+from typing import Any
 
 import aiohttp
 import docx
@@ -16,6 +19,7 @@ from pypdf.generic import DictionaryObject, NameObject, StreamObject
 from gateway.documents import extraction
 from gateway.documents.extraction import UnreadableError, extract
 from gateway.documents.reader import DocumentReader
+from gateway.doors.api.document_reading import MOST_DOCUMENTS, read_documents
 from gateway.errors import GatewayError
 
 from .front import Gateway
@@ -138,11 +142,11 @@ def test_a_document_is_read_on_the_event_loop_that_servers_have() -> None:
 async def test_many_documents_of_one_person_do_not_hold_up_others() -> None:
     reader, done = DocumentReader(30, 512), []
 
-    async def read(whose: str) -> None:
-        await reader.read(b"High water.", "text/plain", whose)
+    async def read(whose: str, number: int = 0) -> None:
+        await reader.read(b"High water %d." % number, "text/plain", whose)
         done.append(whose)
 
-    reading = [asyncio.create_task(read("ann")) for _ in range(6)]
+    reading = [asyncio.create_task(read("ann", number)) for number in range(6)]
     await asyncio.sleep(0)  # all of them are in the queue
     await asyncio.gather(read("bob"), *reading)
     assert done.index("bob") <= 4 and len(done) == 7, "behind all of them it would be one of the last two"
@@ -158,3 +162,71 @@ async def test_the_route_returns_text_of_the_body(gateway: Gateway) -> None:
             assert (reply.status, error["code"], error["param"]) == (400, "bad_request", "document")
         async with http.post("/api/documents", data=bytes(17 << 20)) as reply:
             assert reply.status == 413
+
+
+PDF = base64.b64encode(pdf("High water.")).decode()
+AS_URL = f"data:application/pdf;base64,{PDF}"
+
+
+def block(data: str, media_type: str = "application/pdf") -> dict[str, Any]:
+    """A document in the form of Anthropic's API."""
+    source = {"type": "base64", "media_type": media_type, "data": data}
+    return {"type": "document", "title": "Tides", "source": source}
+
+
+def asked(*parts: Any, field: str = "messages") -> dict[str, Any]:
+    return {field: [{"role": "user", "content": [copy.deepcopy(part) for part in parts]}]}
+
+
+async def test_documents_in_calls_become_text_in_the_form_of_each_api() -> None:
+    reader = DocumentReader(30, 512)
+    file = {"type": "file", "file": {"filename": "tides.pdf", "file_data": AS_URL}}
+    chat = asked(file)
+    await read_documents(reader, chat, "ann")
+    assert chat == asked({"type": "text", "text": "tides.pdf\nHigh water."})
+    result = {
+        "type": "function_call_output",
+        "call_id": "x",
+        "output": [{"type": "input_file", "file_data": PDF}],
+    }
+    respond: Any = {"input": [result, {"role": "user", "content": "Well?"}]}
+    await read_documents(reader, respond, "ann")
+    assert respond["input"][0]["output"] == [{"type": "input_text", "text": "High water."}]
+    plain = block(base64.b64encode("ä".encode()).decode(), "text/plain")
+    message = asked({"type": "tool_result", "tool_use_id": "x", "content": [block(PDF)]}, plain)
+    await read_documents(reader, message, "ann")
+    read = [{"type": "text", "media_type": "text/plain", "data": text} for text in ("High water.", "ä")]
+    results, other = message["messages"][0]["content"]
+    assert [results["content"][0]["source"], other["source"]] == read and other["title"] == "Tides"
+
+
+async def test_a_document_that_comes_with_each_call_is_read_once() -> None:
+    reader = DocumentReader(30, 512)
+    found = await reader.read(pdf("High water."), "", "ann")
+    assert await reader.read(pdf("High water."), "", "ann") is found
+    assert await reader.read(pdf("High water."), "", "bob") is not found, (
+        "nor is it told that ann has sent it"
+    )
+    reader.forget("ann")
+    assert await reader.read(pdf("High water."), "", "ann") is not found
+
+
+async def test_what_is_no_document_stays_and_what_cannot_be_read_names_its_field() -> None:
+    reader = DocumentReader(30, 512)
+    for body in (
+        {"prompt": "Hello"},
+        asked({"type": "file", "file": {"file_id": "f"}}),
+        asked({"type": "input_file", "file_url": "https://a.example/b.pdf"}, field="input"),
+        asked({"type": "document", "source": {"type": "text", "data": "x"}}, {"type": "file", "file": None}),
+    ):
+        before = copy.deepcopy(body)
+        await read_documents(reader, body, "ann")
+        assert body == before
+    scanned = base64.b64encode(pdf("")).decode()
+    for part, said in ((block(scanned), "scanned"), (block("A"), "base64"), (block(""), "no document")):
+        with pytest.raises(GatewayError, match=said) as caught:
+            await read_documents(reader, asked(part), "ann")
+        assert (caught.value.code, caught.value.param) == ("bad_request", "messages")
+    many = [block(base64.b64encode(str(number).encode()).decode()) for number in range(MOST_DOCUMENTS + 1)]
+    with pytest.raises(GatewayError, match="at most"):
+        await read_documents(reader, asked(*many), "ann")

@@ -137,6 +137,12 @@ def test_a_model_that_cannot_be_served_is_refused_with_what_to_do(
             True,
         ),
         ("Unsupported speculative method: 'mtp'", "'mtp' with this model", "--speculative-config", True),
+        (
+            "ValueError: `max_new_tokens` must be greater than 0, but is 0.",
+            "generation_config.json is wrong: `max_new_tokens` must be greater than 0",
+            "take it out",
+            True,
+        ),
     ],
 )
 def test_an_error_of_vllms_becomes_one_that_says_what_to_do(
