@@ -43,7 +43,8 @@ class Certificate:
             context.load_cert_chain(self._cert, self._key, password=None if may_ask else self._refuse_to_ask)
         except (OSError, ssl.SSLError) as error:
             raise StartupError(
-                f"ssl_certfile and ssl_keyfile: {self._cert} is no certificate of the key {self._key}: {error}"
+                f"ssl_certfile and ssl_keyfile: {self._cert} is no certificate of the key {self._key}, or not the first of its "
+                f"chain: {error}"
             ) from error
         return context
 

@@ -78,6 +78,14 @@ def test_files_that_could_not_be_read_once_are_read_again(
     assert certificate.look() and not certificate.look()
 
 
+def test_a_chain_in_the_wrong_order_is_said(tmp_path: Path) -> None:
+    own, issuer = certified(tmp_path, "own", "127.0.0.1"), certified(tmp_path, "issuer")
+    chain = tmp_path / "chain.crt"
+    chain.write_bytes(Path(issuer.cert).read_bytes() + Path(own.cert).read_bytes())
+    with pytest.raises(StartupError, match="not the first of its chain"):
+        Certificate(chain, Path(own.key))
+
+
 def test_a_key_with_a_passphrase_is_refused_and_no_terminal_asked_for_it(tmp_path: Path) -> None:
     """Neither at the start of a service, which has none, nor in a renewal: the terminal of a server that runs belongs to somebody else."""
     used = certified(tmp_path, "used", "127.0.0.1")
