@@ -201,6 +201,10 @@ _START_ERRORS = (
         "make room where a start writes (df -h says where there is none): shared memory, /dev/shm (in a container --shm-size 1g), "
         "the temporary folder, the hub's cache",
     ),
+    (
+        "can't start new thread",
+        "let the server have more threads and processes: ulimit -u, --pids-limit of a container, TasksMax= of systemd",
+    ),
     ("gated repo", "ask for access to the model on its hub, and set HF_TOKEN"),
     ("trust_remote_code", "the model brings code of its own; if you trust it: --trust-remote-code"),
 )
