@@ -63,4 +63,9 @@ def leave_within(seconds: float) -> None:
 
     timer = threading.Timer(seconds, give_up)
     timer.daemon = True
-    timer.start()
+    try:
+        timer.start()
+    except (
+        RuntimeError
+    ) as error:  # the system gives this process no thread; that must not keep it from closing
+        log.warning("closing may take any time: %s", error)

@@ -155,7 +155,7 @@ def node_config(config: Config) -> LocalNodeConfig:
     template = config.chat_template
     try:
         if template is not None and not is_template(template):
-            template = Path(template).read_text()
+            template = Path(template).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"chat_template: cannot read {template}: {error}") from error
     return LocalNodeConfig(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from collections.abc import Iterable
@@ -402,8 +403,23 @@ def _load(config_file: str | None, flags: dict[str, Any]) -> Config:
     return load_config(flags, config_file=config_file)
 
 
+def _open_standard_streams() -> None:
+    """Open /dev/null in place of standard streams that were closed before the start, as `overture serve >&-` does.
+
+    Libraries take their being there for granted, and a file or a socket that got such a number would be written to as output.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            opened = os.open(
+                os.devnull, os.O_RDWR
+            )  # the lowest number that is free, so the one that was closed
+            os.set_inheritable(opened, opened == number)
+            setattr(sys, name, os.fdopen(opened, mode))
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run the command. Mistakes of the operator end in one line on stderr and exit code 2, never in a traceback."""
+    _open_standard_streams()
     try:
         cli.main(args=argv, prog_name="overture")
     except StartupError as error:

@@ -8,6 +8,7 @@ import secrets
 import ssl
 import stat
 from pathlib import Path
+from typing import NoReturn
 
 from msgspec import Struct
 
@@ -49,7 +50,7 @@ class Trust(Struct, frozen=True, kw_only=True):
         # The certificate itself is the anchor, whatever its signature.
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         try:
-            context.load_cert_chain(self.cert, self.key)
+            context.load_cert_chain(self.cert, self.key, password=self._refuse_to_ask)
             context.load_verify_locations(self.cert)
         except (OSError, ssl.SSLError) as error:
             reason = getattr(error, "reason", None) or error.strerror or error
@@ -57,6 +58,12 @@ class Trust(Struct, frozen=True, kw_only=True):
                 f"cluster_cert, cluster_key: cannot use {self.cert} with {self.key}: {reason}. Both are PEM files{HOW_TO_MAKE}"
             ) from error
         return context
+
+    def _refuse_to_ask(self) -> NoReturn:
+        """Keep OpenSSL from asking at the terminal for a passphrase: contexts are made while the cluster runs, too."""
+        raise ClusterError(
+            f"cluster_key: {self.key} has a passphrase. Take it off: openssl pkey -in {self.key} -out FILE"
+        )
 
     def check_name(self, host: str) -> None:
         """Check that the certificate names this machine's address, as Ray demands. Raises ClusterError."""

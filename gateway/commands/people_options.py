@@ -92,10 +92,12 @@ class Place:
 
     def changing(self, *, makes: bool = False) -> AbstractContextManager[Any]:
         """Return a context in which the people of the key file may be changed. Raises StartupError."""
+        from gateway.people.estate import reserve_in
         from gateway.people.ledger import known_owners
         from gateway.people.roll import changing
 
-        return changing(self.key_file, known_owners(self.data_dir), makes=makes)
+        make_room = reserve_in(self.data_dir).give_some
+        return changing(self.key_file, known_owners(self.data_dir), makes=makes, make_room=make_room)
 
     @contextmanager
     def shutting_out(self, takes_last_operator: bool) -> Iterator[Any]:

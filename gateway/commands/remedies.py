@@ -196,6 +196,15 @@ _START_ERRORS = (
         "lower --gpu-memory-utilization, --max-num-seqs or --max-model-len, or split the model (--tensor-parallel-size)",
     ),
     ("couldn't connect to", "the model hub cannot be reached: give the model's folder (--model FOLDER)"),
+    (
+        "No space left on device",
+        "make room where a start writes (df -h says where there is none): shared memory, /dev/shm (in a container --shm-size 1g), "
+        "the temporary folder, the hub's cache",
+    ),
+    (
+        "can't start new thread",
+        "let the server have more threads and processes: ulimit -u, --pids-limit of a container, TasksMax= of systemd",
+    ),
     ("gated repo", "ask for access to the model on its hub, and set HF_TOKEN"),
     ("trust_remote_code", "the model brings code of its own; if you trust it: --trust-remote-code"),
 )

@@ -25,6 +25,7 @@ from gateway.people.audit import NAME as AUDIT
 from gateway.people.estate import SESSIONS_NAME
 from gateway.people.ledger import NAME as LEDGER
 from gateway.people.unfinished import hold, locked, new_name, remove_left_files, remove_left_folders
+from gateway.sessions.database import StoreInUse, lock
 from gateway.shelf.store import NAME as SHELF
 from overture_client import __version__
 
@@ -34,6 +35,8 @@ LENGTHS = "lengths-*.msgpack"
 KEYS = "keys"
 # A full disk, a quota, the largest file that a process may write.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Primary codes of SQLite's where it can make no file.
+_NO_WRITES = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
 LIST_NAME, FORMAT = "backup.json", 1
 # Of all files that a backup may have, those beside its databases while they are written among them.
 _FILE_NAMES = (
@@ -194,17 +197,49 @@ def _contents_of(backup: Path) -> Contents:
 
 
 def _copy_database(source: Path, target: Path) -> None:
-    """Copy a database that may be in use. Raises OSError, sqlite3.Error."""
-    _write(target, b"")
-    with (
-        closing(
-            sqlite3.connect(f"{source.absolute().as_uri()}?mode=ro", uri=True, timeout=BUSY_TIMEOUT_S)
-        ) as old,
-        closing(sqlite3.connect(target)) as new,
-    ):
-        old.backup(new)
+    """Copy a database that may be in use. Raises OSError, sqlite3.Error, StartupError."""
+    uri = f"{source.absolute().as_uri()}?mode=ro"
+    with closing(sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S)) as old:
+        if _can_be_read(old):
+            _write(target, b"")
+            with closing(sqlite3.connect(target)) as new:
+                old.backup(new)
+        else:
+            _copy_with_log(source, target)
+    with closing(sqlite3.connect(target)) as new:
         # One file by itself, without a log beside it.
         new.execute("PRAGMA journal_mode = DELETE").fetchall()
+
+
+def _can_be_read(conn: sqlite3.Connection) -> bool:
+    """Return whether SQLite can read a database where it is.
+
+    While no server has it open, SQLite wants to make a file beside it for that, which a full disk does not take, nor one without writes.
+    """
+    try:
+        conn.execute("SELECT 1 FROM sqlite_master").fetchall()
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode & 0xFF in _NO_WRITES:
+            return False
+        raise
+    return True
+
+
+def _copy_with_log(source: Path, target: Path) -> None:
+    """Copy the files of a database that no server has open. Raises OSError, and StoreInUse where one has."""
+    held = None
+    try:
+        held = lock(source.with_name(SESSIONS_NAME))
+    except StoreInUse:
+        raise
+    except StartupError:
+        pass  # where nothing can be written no server runs either
+    try:
+        for end in ("", "-wal"):
+            _copy_if_there(source.with_name(source.name + end), target.with_name(target.name + end))
+    finally:
+        if held is not None:
+            os.close(held)
 
 
 def _copy_if_there(source: Path, target: Path) -> None:

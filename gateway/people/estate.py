@@ -24,8 +24,10 @@ from gateway.people.ledger import NAME as LEDGER_NAME
 from gateway.people.ledger import Day, Ledger
 from gateway.sessions import SCHEMA_VERSION, SessionStore
 from gateway.sessions.archive import Archive, file_name
+from gateway.sessions.connection import is_full
 from gateway.sessions.database import lock, open_reader
 from gateway.sessions.listing import ids_of
+from gateway.sessions.room import Reserve
 from gateway.sessions.schema import version_of
 from gateway.sessions.transfers import export
 from gateway.shelf.store import NAME as SHELF_NAME
@@ -114,11 +116,29 @@ def _usage_in(data_dir: Path, owner: str) -> list[Day]:
         ledger.close()
 
 
+def reserve_in(data_dir: Path) -> Reserve:
+    """Return what keeps room on the disk of a data folder."""
+    return Reserve(data_dir / f"{SESSIONS_NAME}.reserve")
+
+
+def _opened(file: Path) -> sqlite3.Connection:
+    """Return a connection that reads. While no server has the file open that takes room, on a full disk of the reserve. Raises sqlite3.Error."""
+    conn = open_reader(file)
+    try:
+        version_of(conn)
+    except sqlite3.Error as error:
+        conn.close()
+        if not is_full(error) or not reserve_in(file.parent).give_some():
+            raise
+        return open_reader(file)
+    return conn
+
+
 def _conversations(file: Path, owner: str) -> Iterator[Archive]:
     """Yield an owner's conversations, the oldest first, as they are at one moment. Raises StartupError, sqlite3.Error."""
     if not file.exists():
         return
-    with closing(open_reader(file)) as conn:
+    with closing(_opened(file)) as conn:
         if version_of(conn) != SCHEMA_VERSION:
             raise StartupError(
                 f"{file} is of another version of Overture. Start the server once with this one, then export."

@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from gateway.access.key_file import (
 )
 from gateway.access.person_limits import PersonLimits
 from gateway.errors import StartupError
+from gateway.sessions.connection import is_full
 
 _FIRST_LINE = "# People and their keys; see `overture users --help`. Only hashes of keys are kept."
 NEW_FILE_MODE = 0o600
@@ -287,7 +288,13 @@ def read_roll(path: Path, known: Mapping[str, str]) -> Roll:
 
 
 @contextlib.contextmanager
-def changing(path: Path, known: Mapping[str, str], *, makes: bool = False) -> Iterator[Roll]:
+def changing(
+    path: Path,
+    known: Mapping[str, str],
+    *,
+    makes: bool = False,
+    make_room: Callable[[], bool] = lambda: False,
+) -> Iterator[Roll]:
     """Hold a key file locked, and write it when the context ends without an error.
 
     The file is replaced as a whole, so a server that follows it never reads half of it. It keeps its owner and its mode, less what all others may do.
@@ -296,6 +303,7 @@ def changing(path: Path, known: Mapping[str, str], *, makes: bool = False) -> It
         path: the key file.
         known: see `Roll`.
         makes: make the file, for its owner only, if it does not exist.
+        make_room: called when the disk is full; returns whether another try is worth it.
 
     Raises:
         StartupError: the file cannot be read or written, or it has a malformed line.
@@ -316,7 +324,7 @@ def changing(path: Path, known: Mapping[str, str], *, makes: bool = False) -> It
         yield roll
         if roll.text != before:
             _check_not_empty(roll)
-            _write(path, roll.text)
+            _write(path, roll.text, make_room)
             os.fsync(folder)
     finally:
         os.close(folder)
@@ -329,26 +337,35 @@ def _check_not_empty(roll: Roll) -> None:
         )
 
 
-def _write(path: Path, text: str) -> None:
-    new = path.with_name(f".{path.name}.new")
+def _write(path: Path, text: str, make_room: Callable[[], bool]) -> None:
     try:
-        with contextlib.suppress(FileNotFoundError):
-            new.unlink()  # of a command that was killed
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, NEW_FILE_MODE)
         try:
-            with open(fd, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                _take_rights(path, file.fileno())
-                os.fsync(file.fileno())
-            new.replace(path)
-        except BaseException:
-            new.unlink(missing_ok=True)
-            raise
+            _replace(path, text)
+        except OSError as error:
+            if not is_full(error) or not make_room():
+                raise
+            _replace(path, text)
     except OSError as error:
         raise StartupError(
             f"The key file {path} cannot be written: {error.strerror}. It is as it was."
         ) from error
+
+
+def _replace(path: Path, text: str) -> None:
+    new = path.with_name(f".{path.name}.new")
+    with contextlib.suppress(FileNotFoundError):
+        new.unlink()  # of a command that was killed
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, NEW_FILE_MODE)
+    try:
+        with open(fd, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            _take_rights(path, file.fileno())
+            os.fsync(file.fileno())
+        new.replace(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def _take_rights(path: Path, fd: int) -> None:

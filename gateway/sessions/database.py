@@ -272,7 +272,7 @@ def _check_file(conn: sqlite3.Connection, file: Path) -> None:
     if version > SCHEMA_VERSION:
         raise StartupError(
             f"The session database {file} was written by a newer version of Overture (schema {version}; this one knows up to "
-            f"{SCHEMA_VERSION}). Upgrade Overture, or use another file."
+            f"{SCHEMA_VERSION}). Upgrade Overture, or restore a backup that was made before the upgrade."
         )
     if version == 0 and conn.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
         raise StartupError(f"{file} is a database of another program. Use another file for the sessions.")

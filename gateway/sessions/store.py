@@ -116,6 +116,7 @@ class SessionStore:
             if isinstance(error, sqlite3.Error):
                 raise unusable("session database", file, error) from error
             raise
+        await asyncio.to_thread(health.opened)
         await asyncio.to_thread(reserve.take_back)
         return cls(
             writer, (readers[0], readers[1]), health, reserve, file, lock_fd, wal_lost_frames, picture_room

@@ -54,6 +54,16 @@ def inspect(directory: Path) -> list[StoreInfo]:
     return [_store_info(folder) for folder in _stores(directory)]
 
 
+def bytes_beside(store: Path) -> int:
+    """Return the bytes of segments in the stores beside one: those of other models, and of this one as it was served before.
+
+    Raises OSError when the folder of both cannot be listed.
+    """
+    return sum(
+        stat.st_size for folder in _stores(store.parent, {store.name}) for _, stat in _segments(folder)
+    )
+
+
 def prune(
     directory: Path, *, max_bytes: int | None = None, older_than_s: float | None = None, now: float
 ) -> Pruned:
@@ -163,4 +173,4 @@ def _store_info(folder: Path) -> StoreInfo:
     )
 
 
-__all__ = ["Pruned", "StoreBusy", "StoreInfo", "erase", "inspect", "prune"]
+__all__ = ["Pruned", "StoreBusy", "StoreInfo", "bytes_beside", "erase", "inspect", "prune"]

@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 SERVER_FIELDS = ("priority", "session_id", "kv_transfer_params", "ec_transfer_params", "vllm_xargs")
 # Errors whose fault is known, whatever the body says: the server's, or a refusal on purpose.
 _OURS = (EngineUnavailable, InvalidRequest, VLLMServerError, GracefulHTTPError, OSError, MemoryError)
+# Python's text where the system gives a process no more threads.
+NO_THREAD = "can't start new thread"
 # Errors of code that did not expect a value; vLLM answers some of them as 400, with Python's own text.
 _MISTAKES = (TypeError, ArithmeticError, AttributeError, LookupError, RecursionError)
 # How errors begin that vLLM's generators of chat and text completions write themselves.
@@ -98,6 +100,9 @@ def as_unusable(error: Exception, body: Any) -> ErrorResponse:
     """
     if isinstance(error, ValidationError):  # an error of a request that vLLM makes of the client's request
         return as_error_response(unfit(error))
+    if isinstance(error, RuntimeError) and str(error) == NO_THREAD:
+        log.error("no thread or process could be started: raise their limit (ulimit -u, --pids-limit)")
+        error = EngineUnavailable("The server can start no more work now. Try again in a moment.")
     if cannot_continue(error):
         return as_error_response(InvalidRequest(CANNOT_CONTINUE, param="messages"))
     if isinstance(error, _OURS) or is_clients(error):

@@ -28,7 +28,7 @@ from kvtiers.errors import KvTiersError
 from kvtiers.io.disk_log import DiskLog
 from kvtiers.io.files import Files
 from kvtiers.io.host_pool import HostPool
-from kvtiers.io.inspect import erase
+from kvtiers.io.inspect import bytes_beside, erase
 from kvtiers.io.io_thread import IoThread
 from kvtiers.keys import Namespace
 from kvtiers.policy.eviction import ByValue
@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     from engine_bridge.settings.profile import MachineProfile
 
 log = logging.getLogger(__name__)
+
+# Of what KV may take on disk: what others take beside it is told from there on. Chosen.
+TOLD_SHARE = 1 / 8
 
 # The speed of copies is reported for a copy of this many bytes. Chosen: a long conversation of a small model, where set-up hardly counts.
 RATED_BYTES = 8 << 20
@@ -335,9 +338,10 @@ class KvTiers:
         if not config.disk_bytes or config.folder is None:
             return None
         assert self._io is not None
-        return self._io.start(
+        folder = namespace.folder_in(config.folder)
+        disk = self._io.start(
             DiskLog.open(
-                namespace.folder_in(config.folder),
+                folder,
                 namespace.fingerprint,
                 namespace.shape,
                 config.disk_bytes,
@@ -345,6 +349,8 @@ class KvTiers:
                 describe=msgspec.json.format(msgspec.json.encode(namespace)),
             )
         ).result()
+        tell_of_other_stores(folder, config.disk_bytes)
+        return disk
 
     def _close_store(self) -> None:
         store, io, self.store, self._io, self._namespace = self.store, self._io, None, None, None
@@ -491,3 +497,24 @@ def find_tiers(vllm_config: Any) -> KvTiers:
     if tiers is None:
         raise SeamMoved("the KV tiers are not in this process")
     return tiers
+
+
+def tell_of_other_stores(folder: Path, disk_bytes: int) -> None:
+    """Log how much KV beside a store nothing uses now: after an upgrade, or with another model, a new store begins and the old one stays.
+
+    Args:
+        folder: the store's own.
+        disk_bytes: what it may take.
+    """
+    try:
+        others = bytes_beside(folder)
+    except OSError as error:
+        log.info("what other stores beside %s take is not known: %s", folder, error.strerror)
+        return
+    if others > disk_bytes * TOLD_SHARE:
+        log.info(
+            "%.1f GiB of KV in %s are of other models, or of this one as it was served before: they stay until `overture kv prune` "
+            "removes them, while the server is stopped",
+            others / (1 << 30),
+            folder.parent,
+        )

@@ -96,18 +96,20 @@ def admit(arrival: NewConnection, limits: Limits) -> Admission:
     """Decide about a connection that has just arrived.
 
     A connection held without being used is closed before a used connection: first the oldest that never completed a request, then the one idle for
-    longest. Reserved places are used when no connection can be closed.
+    longest. Reserved places are used when no connection can be closed. They stay reserved: who replaces a connection takes no general place
+    where all of these are taken by others.
     """
+    is_reserved = arrival.num_all > limits.num_general
     if arrival.num_of_address is not None and arrival.num_of_address >= limits.num_per_address:
         if arrival.has_unfinished_of_address:
-            return Admission(True, "oldest_of_address")
+            return Admission(True, "oldest_of_address", is_reserved)
         return Admission(False, reason="address_limit")
     if arrival.num_all < limits.num_general and not arrival.are_files_scarce:
         return Admission(True)
     if arrival.has_unfinished:
-        return Admission(True, "oldest_unfinished")
+        return Admission(True, "oldest_unfinished", is_reserved)
     if arrival.has_idle:
-        return Admission(True, "oldest_idle")
+        return Admission(True, "oldest_idle", is_reserved)
     if arrival.num_all < limits.num_total:
         return Admission(True, is_reserved=True)
     return Admission(False, reason="limit")

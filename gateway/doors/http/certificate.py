@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
+import sys
 from pathlib import Path
+from typing import NoReturn
 
 from aiohttp import web
 
@@ -22,25 +24,35 @@ class Certificate:
     """A certificate with its key, of two files, and the TLS context that uses them."""
 
     def __init__(self, cert: Path, key: Path) -> None:
-        """Read both files. Raises StartupError for files that are no certificate with its key."""
+        """Read both files. Raises StartupError for files that are no certificate with its key.
+
+        OpenSSL asks at the terminal for the passphrase of a key that has one, as with `vllm serve`; without a terminal such a key is refused.
+        """
         self._cert, self._key = cert, key
         self._seen = self._signatures()
-        self.context = self._newest = self._read()
+        self.context = self._newest = self._read(may_ask=sys.stdin.isatty())
         self.context.sni_callback = self._use_newest
 
     def _use_newest(self, connection: ssl.SSLObject, *_: object) -> None:
         """Give a connection that begins what was read last. A context itself is not changed: connections begin in it meanwhile."""
         connection.context = self._newest
 
-    def _read(self) -> ssl.SSLContext:
+    def _read(self, *, may_ask: bool) -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         try:
-            context.load_cert_chain(self._cert, self._key)
+            context.load_cert_chain(self._cert, self._key, password=None if may_ask else self._refuse_to_ask)
         except (OSError, ssl.SSLError) as error:
             raise StartupError(
-                f"ssl_certfile and ssl_keyfile: {self._cert} is no certificate of the key {self._key}: {error}"
+                f"ssl_certfile and ssl_keyfile: {self._cert} is no certificate of the key {self._key}, or not the first of its "
+                f"chain: {error}"
             ) from error
         return context
+
+    def _refuse_to_ask(self) -> NoReturn:
+        raise StartupError(
+            f"ssl_keyfile: {self._key} has a passphrase, which a server without a terminal, or one that runs, asks nobody for. "
+            f"Take it off: openssl pkey -in {self._key} -out FILE"
+        )
 
     def _signatures(self) -> tuple[Signature, ...]:
         return tuple(signature_of(path) for path in (self._cert, self._key))
@@ -55,7 +67,7 @@ class Certificate:
         found = self._signatures()
         if found == self._seen:
             return False
-        self._newest = self._read()
+        self._newest = self._read(may_ask=False)
         self._seen = found
         return True
 

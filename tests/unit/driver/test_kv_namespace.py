@@ -10,6 +10,7 @@ from engine_bridge.driver.engine.building import engine_args
 from engine_bridge.driver.in_process import know_weights, revision_of
 from engine_bridge.driver.kv import kv_namespace
 from engine_bridge.driver.kv.kv_namespace import _computation, _hash_algorithm, arguments_that_count
+from engine_bridge.driver.kv.kv_tiers import tell_of_other_stores
 from engine_bridge.settings.engine_config import EngineConfig
 from gateway.settings.config import DEMO_MODEL_DIR
 
@@ -181,3 +182,19 @@ def test_keys_that_cover_tokens_behind_their_block_are_other_keys() -> None:
         for ahead in (0, 1, 3)
     ]
     assert found == [_hash_algorithm(usual), "sha256 and 1 tokens ahead", "sha256 and 3 tokens ahead"]
+
+
+def test_kv_that_nothing_uses_after_an_upgrade_is_told_of_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    for name in ("model-now", "model-before", "model-long-before"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lock").touch()
+        (tmp_path / name / "segment-0000000000.kv").write_bytes(bytes(600))
+    tell_of_other_stores(tmp_path / "model-now", 8 * 1200)
+    assert not caplog.text
+    tell_of_other_stores(tmp_path / "model-now", 8 * 1199)
+    assert f"KV in {tmp_path} are of other models" in caplog.text and "overture kv prune" in caplog.text
+    tell_of_other_stores(tmp_path / "gone" / "model-now", 1)
+    assert "not known" in caplog.text

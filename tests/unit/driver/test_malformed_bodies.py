@@ -114,6 +114,13 @@ def test_where_a_field_holds_what_it_likes_that_field_is_blamed_without_insides(
         assert part in response.error.message and "iterable" not in response.error.message
 
 
+def test_a_server_without_a_thread_left_blames_no_body() -> None:
+    refused = as_unusable(
+        raised(RuntimeError("can't start new thread")), PLAIN | {"structured_outputs": {"regex": "x"}}
+    )
+    assert (refused.error.code, refused.error.param) == (503, None)
+
+
 def test_what_a_template_refuses_is_told_in_its_words_and_a_beginning_that_it_leaves_out_in_ours() -> None:
     """As templates do that drop the reasoning of earlier answers. The library's error quotes the whole chat."""
     alternates = rendered("{{ raise_exception('Roles must alternate.') }}")

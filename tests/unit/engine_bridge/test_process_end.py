@@ -63,3 +63,10 @@ def test_what_is_registered_for_the_end_is_run_and_nothing_is_left() -> None:
 
 def test_what_hangs_is_left_after_a_time() -> None:
     assert run(HANGS).returncode == 1
+
+
+def test_where_no_thread_can_be_started_closing_goes_on() -> None:
+    script = "import threading\nfrom engine_bridge.process_end import leave, leave_within\n"
+    script += 'def none(self): raise RuntimeError("can\'t start new thread")\n'
+    script += "threading.Thread.start = none\nleave_within(9)\nleave(7)"
+    assert run(script).returncode == 7

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import json
+import os
 import shutil
 import signal
 import sqlite3
@@ -214,6 +215,23 @@ def test_what_a_killed_server_left_beside_its_databases_is_not_put_into_a_restor
     with pytest.raises(Refused, match=r"sessions.sqlite3-wal is there already"):
         run("restore", "copy", "--data-dir", "new", "--key-file", "new-keys")
     assert not (new / SESSIONS_NAME).exists() and not (tmp_path / "new-keys").exists()
+
+
+def test_data_on_a_disk_that_takes_no_new_file_is_backed_up(copy: Path, tmp_path: Path) -> None:
+    """A full disk, or one without writes: when a backup is wanted most. A pipe in the place of SQLite's shared memory takes no bytes either."""
+    data, left, to = tmp_path / "data", tmp_path / "left", tmp_path / "backup"
+    with closing(sqlite3.connect(data / SESSIONS_NAME)) as conn:
+        conn.execute("CREATE TABLE later (text)")
+        conn.execute("INSERT INTO later VALUES ('said last')")
+        conn.commit()
+        shutil.copytree(data, left)  # as `kill -9` leaves it
+    for name in (SESSIONS_NAME, "people.sqlite3"):
+        (left / f"{name}-shm").unlink(missing_ok=True)
+        os.mkfifo(left / f"{name}-shm")
+    back_up(left, None, to)
+    with closing(sqlite3.connect(to / SESSIONS_NAME)) as conn:
+        assert conn.execute("SELECT text FROM later").fetchall() == [("said last",)]
+    assert not list(to.glob("*-wal")) and not list(to.glob("*-shm"))
 
 
 def test_a_restore_that_is_killed_leaves_no_half_database(copy: Path, tmp_path: Path) -> None:

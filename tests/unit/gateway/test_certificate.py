@@ -2,12 +2,21 @@
 
 import errno
 import os
+import pty
 import shutil
 import ssl
+import subprocess
+import sys
 from pathlib import Path
 
 import aiohttp
 import pytest
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 
 from engine_bridge.cluster.trust import Trust
 from gateway.doors.http.certificate import Certificate
@@ -69,6 +78,48 @@ def test_files_that_could_not_be_read_once_are_read_again(
     assert certificate.look() and not certificate.look()
 
 
-def fails(*_: object) -> None:
+def test_a_chain_in_the_wrong_order_is_said(tmp_path: Path) -> None:
+    own, issuer = certified(tmp_path, "own", "127.0.0.1"), certified(tmp_path, "issuer")
+    chain = tmp_path / "chain.crt"
+    chain.write_bytes(Path(issuer.cert).read_bytes() + Path(own.cert).read_bytes())
+    with pytest.raises(StartupError, match="not the first of its chain"):
+        Certificate(chain, Path(own.key))
+
+
+def test_a_key_with_a_passphrase_is_refused_and_no_terminal_asked_for_it(tmp_path: Path) -> None:
+    """Neither at the start of a service, which has none, nor in a renewal: the terminal of a server that runs belongs to somebody else."""
+    used = certified(tmp_path, "used", "127.0.0.1")
+    plain = Path(used.key).read_bytes()
+    locked = load_pem_private_key(plain, None).private_bytes(
+        Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")
+    )
+    code = (
+        "import os, sys\nfrom pathlib import Path\n"
+        "from engine_bridge.cluster.trust import Trust\n"
+        "from gateway.doors.http.certificate import Certificate\n"
+        "terminal = os.open(os.ttyname(0), os.O_RDWR)\n"  # belongs to this process now
+        f"cert, key = Path({used.cert!r}), Path({used.key!r})\n"
+        "certificate = Certificate(cert, key)\n"
+        f"key.write_bytes({locked!r})\n"
+        "os.dup2(os.open(os.devnull, os.O_RDONLY), 0)\n"
+        "for work in (certificate.look, lambda: Certificate(cert, key), Trust(token=b't', cert=str(cert), key=str(key)).client_tls):\n"
+        "    try: work()\n"
+        "    except Exception as error: print(error, file=sys.stderr)\n"
+    )
+    ours, its = pty.openpty()
+    asked = subprocess.run(
+        [sys.executable, "-c", code],
+        stdin=its,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        timeout=20,
+        text=True,
+    )
+    os.close(its)
+    os.close(ours)
+    assert asked.stderr.count("has a passphrase") == 3, asked.stderr
+
+
+def fails(*_: object, **__: object) -> None:
     """Open a file when there are too many."""
     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))

@@ -55,6 +55,35 @@ def test_the_help_loads_none_of_the_slow_libraries() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_closed_standard_streams_lead_nowhere_and_their_numbers_are_no_other_files(tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    code = (
+        "import os, sys\nfrom gateway.cli import main\n"
+        "try: main(['version'])\n"
+        "except SystemExit: sys.stdout.flush()\n"
+        "places = [os.readlink(f'/proc/self/fd/{number}') for number in range(3)]\n"
+        f"open({str(seen)!r}, 'w').write(' '.join(places))"
+    )
+    argv = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code]
+    subprocess.run(argv, cwd=ROOT, check=True, timeout=60)
+    assert seen.read_text() == "/dev/null /dev/null /dev/null"
+
+
+def test_a_chat_template_is_read_as_utf_8_in_any_locale(tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("Grüße {{ messages }}", encoding="utf-8")
+    code = (
+        "import sys\nfrom pathlib import Path\n"
+        "from gateway.app import node_config\nfrom gateway.settings.config import Config\n"
+        f"print(ascii(node_config(Config(data_dir=Path('.'), chat_template={str(template)!r})).engine.chat_template))"
+    )
+    environ = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "'Gr\\xfc\\xdfe {{ messages }}'\n", done.stderr
+
+
 def flags_in(text: str) -> set[str]:
     """The flags that a help lists."""
     return {line.split()[0].rstrip(",") for line in text.splitlines() if line.startswith("  --")}

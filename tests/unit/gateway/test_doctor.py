@@ -81,6 +81,8 @@ def test_an_error_of_the_start_is_followed_by_what_to_do() -> None:
         "… on kv cache allocation is less than requested memory for kv (500.0 GiB)."
     )
     assert "--model FOLDER" in said("We couldn't connect to 'https://huggingface.co' to load the files")
+    assert "/dev/shm" in said("[Errno 28] No space left on device")
+    assert "--pids-limit" in said("can't start new thread")
     assert "overture doctor" in said("something that nobody has seen yet")
     assert "quantised in another way" in said("Unknown quantization method: bitsandbytes. Must be one of …")
     too_long = "User-specified max_model_len (9) is greater than the derived max_model_len (8)"

@@ -286,6 +286,7 @@ def test_files_are_kept_back_for_everything_else() -> None:
         assert 0 < limits.num_general < total
 
 
+PAST = replace(FULL, num_all=LIMITS.num_general + 1)  # others have all places that are not reserved
 BUSY = replace(FULL, has_unfinished=False, has_idle=False)
 GREEDY = replace(QUIET, num_of_address=LIMITS.num_per_address, has_unfinished_of_address=False)
 
@@ -295,6 +296,12 @@ GREEDY = replace(QUIET, num_of_address=LIMITS.num_per_address, has_unfinished_of
     [
         (FULL, Admission(True, "oldest_unfinished")),
         (replace(FULL, has_unfinished=False), Admission(True, "oldest_idle")),
+        (PAST, Admission(True, "oldest_unfinished", is_reserved=True)),
+        (replace(PAST, has_unfinished=False), Admission(True, "oldest_idle", is_reserved=True)),
+        (
+            replace(PAST, num_of_address=LIMITS.num_per_address),
+            Admission(True, "oldest_of_address", is_reserved=True),
+        ),
         (BUSY, Admission(True, is_reserved=True)),
         (replace(BUSY, num_all=LIMITS.num_total), Admission(False, reason="limit")),
         (replace(GREEDY, has_unfinished_of_address=True), Admission(True, "oldest_of_address")),

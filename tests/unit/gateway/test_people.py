@@ -1,8 +1,11 @@
 """People of a key file: the commands that add, list, disable, export and delete them, and that replace and withdraw their keys."""
 
+import asyncio
+import errno
 import hashlib
 import json
 import os
+import resource
 import secrets
 import signal
 import stat
@@ -151,6 +154,55 @@ def test_limits_of_a_person_are_of_all_their_keys_and_stay_when_keys_change(run:
     assert about == ["stored-mib=0 tokens-per-day=5000", "requests-per-min=60 tokens-per-day=5000"]
     with pytest.raises(Refused, match="a whole number"):
         run("users", "limit", "ada", "--stored-mib", "many")
+
+
+def test_a_change_on_a_full_disk_takes_room_of_the_reserve(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("users", "add", "ada", "--operator")
+    key = run("users", "add", "bob").strip()
+    (reserve := tmp_path / "data" / "sessions.sqlite3.reserve").write_bytes(bytes(1000))
+    synced, needed = os.fsync, 1000
+
+    def fsync(number: int) -> None:
+        if reserve.stat().st_size > 1000 - needed:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        synced(number)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    run("users", "disable", "bob")
+    assert is_refused(tmp_path, key)
+    needed = 1001
+    with pytest.raises(Refused, match="It is as it was"):
+        run("users", "enable", "bob")
+    assert is_refused(tmp_path, key)
+
+
+def test_an_export_from_a_full_disk_takes_room_of_the_reserve(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite's shared memory wants 32 KiB there while no server has the conversations open."""
+    run("users", "add", "ada")
+
+    async def begin() -> None:
+        store = await SessionStore.open(tmp_path / "data" / "sessions.sqlite3")
+        await store.close()
+
+    asyncio.run(begin())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    truncated = os.truncate
+
+    def truncate(path: Path, num_bytes: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        truncated(path, num_bytes)
+
+    monkeypatch.setattr(os, "truncate", truncate)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, hard))
+    try:
+        run("users", "export", "ada", "--to", "ada.zip")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert zipfile.is_zipfile(tmp_path / "ada.zip")
 
 
 def test_the_first_person_is_added_though_settings_already_need_the_file(

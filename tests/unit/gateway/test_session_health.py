@@ -15,7 +15,7 @@ from gateway.sessions import SessionStore
 from gateway.sessions.connection import has_failed
 from gateway.sessions.health import is_whole
 
-from .parts import NOW, checkpoint, refused, until
+from .parts import NOW, checkpoint, passes, refused, until
 
 
 @pytest.fixture
@@ -120,6 +120,29 @@ async def test_a_file_that_can_be_read_but_not_written_has_failed_until_a_write_
     watching.cancel()
     await store.record_turn("ann", "s", "next", "x", answer="y", now=NOW)
     assert caplog.text.count("written again") == 1
+
+
+@pytest.mark.virtual_time
+async def test_a_file_that_is_moved_away_or_replaced_has_failed_until_it_is_back(
+    store: SessionStore, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is open takes all writes, so nothing else would tell that the next start does not find them."""
+    away, watching = path.with_name("away"), asyncio.create_task(store.watch())
+    for _ in range(5):
+        await passes(30.0)
+        assert not store.has_failed
+    await asyncio.to_thread(path.rename, away)
+    await until(lambda: store.has_failed, 30.0)
+    assert caplog.text.count("was moved, removed or replaced") == 1
+    await asyncio.to_thread(shutil.copy, away, path)
+    for _ in range(5):
+        await passes(60.0)
+        await asyncio.sleep(0.01)  # looks happen in threads
+        assert store.has_failed
+    await asyncio.to_thread(away.rename, path)
+    await until(lambda: not store.has_failed, 30.0)
+    watching.cancel()
+    await store.record_turn("ann", "s", "next", "x", answer="y", now=NOW)
 
 
 NUM_SESSIONS = 10
