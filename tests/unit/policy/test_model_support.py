@@ -65,7 +65,7 @@ def test_a_model_that_cannot_be_served_is_refused_with_what_to_do(
             "Failed to find a kernel that can implement the ScaledMM linear layer. Reasons: \n many",
             "quantised weights: the ScaledMM linear layer",
             "--device",
-            False,
+            True,
         ),
         (
             "No Int8 MoE backend supports the deployment configuration (a=1). Set `ODD=DEBUG`",
@@ -73,7 +73,7 @@ def test_a_model_that_cannot_be_served_is_refused_with_what_to_do(
             "--device",
             False,
         ),
-        ("Unsupported CPU attention configuration: head_dim=40 isa=1", "head_dim=40", "--device", False),
+        ("Unsupported CPU attention configuration: head_dim=40 isa=1", "head_dim=40", "--device", True),
         ("module 'triton' has no attribute 'set_allocator'", "triton.set_allocator", "--device", False),
         (
             "Layer 0 does not dispatch through the Transformers attention interface and vLLM has no other way",
@@ -116,7 +116,7 @@ def test_a_model_that_cannot_be_served_is_refused_with_what_to_do(
             "Marlin does not support weight_bits = odd. Only types = [] are supported",
             "quantised weights: Marlin does not support weight_bits = odd",
             "--device",
-            False,
+            True,
         ),
         (
             "AssertionError: All drafting layers should belong to one group",
