@@ -13,6 +13,7 @@ from engine_bridge.driver.corrections import (
     expert_routing,
     gated_delta,
     mamba2,
+    missing_weights,
     query_scales,
     rotary,
     seeds,
@@ -23,6 +24,7 @@ from engine_bridge.driver.vllm_api.features import (
     EXPERT_ROUTING,
     GATED_DELTA,
     MAMBA2,
+    MISSING_WEIGHTS,
     QUERY_SCALES,
     ROTARY,
     SEEDS,
@@ -36,7 +38,7 @@ _ON_CPU = {
     GATED_DELTA: gated_delta,
     EXPERT_ROUTING: expert_routing,
 }
-_EVERYWHERE = {BAD_WORDS: bad_words, QUERY_SCALES: query_scales}
+_EVERYWHERE = {BAD_WORDS: bad_words, QUERY_SCALES: query_scales, MISSING_WEIGHTS: missing_weights}
 
 
 def install(off: Off, *, on_cpu: bool, has_adapters: bool) -> None:
@@ -60,6 +62,8 @@ def install(off: Off, *, on_cpu: bool, has_adapters: bool) -> None:
 
 def watch(runner: Any, off: Off, *, on_cpu: bool, has_adapters: bool) -> None:
     """Replace parts of a model runner whose model is loaded. For the arguments see `install`. Raises SeamMoved."""
+    if MISSING_WEIGHTS not in off:
+        missing_weights.say(runner)
     if on_cpu and SEEDS not in off:
         seeds.watch(runner)
     if has_adapters:

@@ -54,7 +54,9 @@ vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorWorkerMetadata RANK
 vllm.config:ParallelConfig RANKS at vllm_config.parallel_config
     read world_size
 vllm.v1.worker.gpu_model_runner:GPUModelRunner KV_TIERS at engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    read kv_caches
+    read kv_caches model
+    SEEDS: read input_batch discard_request_mask
+    SEEDS: replace sample_tokens(grammar_output)
 vllm.v1.engine.input_processor:InputProcessor ENGINE at input_processor
     call process_inputs(request_id, prompt, params, supported_tasks, *, lora_request, session_id, priority, tokenization_kwargs)
     APIS: look up in _validate_model_input: validate_token_ids
@@ -181,9 +183,8 @@ vllm.model_executor.layers.fused_moe.router.cpu_router:CPURouter EXPERT_ROUTING
         eplb_state=None)
 vllm.model_executor.models.mistral:MistralAttention QUERY_SCALES
     replace __init__(config, *rest, **options)
-vllm.v1.worker.gpu_model_runner:GPUModelRunner SEEDS at engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    read input_batch discard_request_mask
-    replace sample_tokens(grammar_output)
+vllm.model_executor.model_loader.default_loader:DefaultModelLoader MISSING_WEIGHTS
+    replace track_weights_loading(model, loaded_weights, *rest, **options)
 vllm.utils.argparse_utils:FlexibleArgumentParser ENGINE
 vllm.platforms:current_platform ENGINE
 vllm.platforms.interface:Platform ENGINE
@@ -351,7 +352,6 @@ vllm.lora.layers:LoRAMapping LORA
 vllm.lora.layers:LoRAMappingType LORA
     read LANGUAGE
 vllm.v1.worker.gpu_model_runner:GPUModelRunner LORA at engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    read model
     replace _set_active_loras(prompt_lora_mapping, token_lora_mapping, lora_requests, mapping_type=None)
         _get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens)
     look up in execute_model: compute_logits
