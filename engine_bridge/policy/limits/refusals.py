@@ -69,6 +69,16 @@ _ERRORS = (
         OTHER_SIZES,
     ),
     (
+        r"CPUAttentionBackendImpl\.__init__\(\) got an unexpected keyword argument '(\w+)'",
+        "vLLM's attention on a CPU does not know what this model asks of it: {0}",
+        OTHER_SIZES,
+    ),
+    (
+        r"NotImplementedError: (.* requires the V2 model runner)",
+        "vLLM does not compute this model on this device: {0}",
+        ANOTHER_DEVICE,
+    ),
+    (
         r"^AssertionError: (.*(?:[Dd]raft|[Ss]pecul).*)",
         "vLLM cannot draft this model's tokens so: {0}",
         OTHER_DRAFTS,

@@ -74,6 +74,18 @@ def test_a_model_that_cannot_be_served_is_refused_with_what_to_do(
             False,
         ),
         ("Unsupported CPU attention configuration: head_dim=40 isa=1", "head_dim=40", "--device", True),
+        (
+            "TypeError: CPUAttentionBackendImpl.__init__() got an unexpected keyword argument 'odd_window'",
+            "asks of it: odd_window",
+            "--device",
+            True,
+        ),
+        (
+            "NotImplementedError: OddForCausalLM (Odd) requires the V2 model runner for its embedding state; it is",
+            "OddForCausalLM (Odd) requires the V2 model runner",
+            "--device",
+            False,
+        ),
         ("module 'triton' has no attribute 'set_allocator'", "triton.set_allocator", "--device", False),
         (
             "Layer 0 does not dispatch through the Transformers attention interface and vLLM has no other way",
