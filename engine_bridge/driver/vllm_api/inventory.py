@@ -46,8 +46,8 @@ vllm.v1.executor.multiproc_executor:WorkerProc RANKS
     replace make_worker_process(vllm_config, *args, **kwargs) worker_main(*args, **kwargs)
 vllm.config:LoggingConfig RANKS
     write log_level configure_logging
-vllm.distributed.kv_transfer RANKS
-    call get_kv_transfer_group()
+vllm.distributed.kv_transfer KV_TIERS
+    call get_kv_transfer_group() ensure_kv_transfer_shutdown()
 vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorWorkerMetadata RANKS
     implement aggregate
     override aggregate(other)
