@@ -9,6 +9,7 @@ from typing import Any
 
 from engine_bridge.driver.corrections import (
     bad_words,
+    draft_groups,
     draft_settings,
     expert_routing,
     gated_delta,
@@ -20,6 +21,7 @@ from engine_bridge.driver.corrections import (
 )
 from engine_bridge.driver.vllm_api.features import (
     BAD_WORDS,
+    DRAFT_GROUPS,
     DRAFT_SETTINGS,
     EXPERT_ROUTING,
     GATED_DELTA,
@@ -64,6 +66,8 @@ def watch(runner: Any, off: Off, *, on_cpu: bool, has_adapters: bool) -> None:
     """Replace parts of a model runner whose model is loaded. For the arguments see `install`. Raises SeamMoved."""
     if MISSING_WEIGHTS not in off:
         missing_weights.say(runner)
+    if on_cpu and DRAFT_GROUPS not in off:
+        draft_groups.watch(runner)
     if on_cpu and SEEDS not in off:
         seeds.watch(runner)
     if has_adapters:

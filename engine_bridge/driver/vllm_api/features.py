@@ -114,6 +114,11 @@ SEEDS = Feature(
     "a request with a seed whose prompt takes several steps ends the answers of all requests",
     device="cpu",
 )
+DRAFT_GROUPS = Feature(
+    "draft models beside several kinds of layers on a CPU",
+    "with a draft model, answers of a model whose layers keep their KV in several groups are wrong on a CPU",
+    device="cpu",
+)
 DRAFT_SETTINGS = Feature(
     "settings of drafted answers on a CPU",
     "with --speculative-config answers follow no temperature, and greedy ones beside them are wrong",

@@ -55,6 +55,8 @@ vllm.config:ParallelConfig RANKS at vllm_config.parallel_config
     read world_size
 vllm.v1.worker.gpu_model_runner:GPUModelRunner KV_TIERS at engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     read kv_caches model
+    DRAFT_GROUPS: read drafter
+    DRAFT_GROUPS: replace _build_attention_metadata(num_tokens, num_reqs, *rest, slot_mappings=None, **options)
     SEEDS: read input_batch discard_request_mask
     SEEDS: replace sample_tokens(grammar_output)
 vllm.v1.engine.input_processor:InputProcessor ENGINE at input_processor
@@ -168,6 +170,8 @@ vllm.renderers.hf EMBEDS_TOKEN
     replace _ensure_prompt_embeds_placeholder_token
     APIS: read HfRenderer
     APIS: call resolve_chat_template(tokenizer, chat_template, tools, *, model_config)
+vllm.v1.spec_decode.draft_model:DraftModelProposer DRAFT_GROUPS
+    read kv_cache_gid
 vllm.v1.sample.rejection_sampler DRAFT_SETTINGS
     replace expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0)
     look up in apply_sampling_constraints: expand_batch_to_tokens
@@ -208,24 +212,20 @@ vllm.v1.core.sched.scheduler:Scheduler ENGINE at engine_core.engine_core.schedul
     KV_TIERS: look up in update_from_output: _handle_invalid_blocks
     SCHEDULING: look up in finish_requests: remove_requests _free_request
     SCHEDULING: look up in get_request_counts: waiting running
-    read block_size kv_cache_manager max_num_scheduled_tokens running scheduler_config
+    read block_size connector kv_cache_manager max_num_running_reqs max_num_scheduled_tokens running scheduler_config
     SCHEDULING: write waiting
-    SCHEDULING: read max_num_running_reqs
     PACE: write adaptive_long_prefill_threshold max_num_scheduled_tokens
     PACE: read need_mamba_block_aligned_split cache_config num_spec_tokens
     PACE: look up in schedule: max_num_scheduled_tokens long_prefill_token_threshold adaptive_long_prefill_threshold
     REPORT: read deferred_waiting kv_holding_waiting lora_config
     PROFILING: read requests
-    KV_TIERS: read connector
 vllm.v1.core.sched.async_scheduler:AsyncScheduler ENGINE
     read schedule
 vllm.config:SchedulerConfig PACE at vllm_config.scheduler_config
-    ENGINE: read async_scheduling
-    read enable_chunked_prefill
-    PACE: read disable_chunked_mm_input
-    ENGINE: read async_scheduling
+    ENGINE: read async_scheduling enable_chunked_prefill max_num_batched_tokens max_num_seqs
+    ENGINE: write max_num_scheduled_tokens
+    read disable_chunked_mm_input
     write long_prefill_token_threshold
-    PROFILING: read max_num_batched_tokens max_num_seqs
 vllm.v1.core.sched.request_queue:RequestQueue SCHEDULING
     implement add_request pop_request peek_request prepend_request prepend_requests remove_request remove_requests __bool__ __len__ __iter__
     override add_request(request) prepend_request(request) prepend_requests(requests) pop_request() peek_request() remove_request(request)
