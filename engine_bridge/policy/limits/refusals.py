@@ -49,7 +49,7 @@ _ERRORS = (
         OTHER_WEIGHTS,
     ),
     (
-        r"(No \w+ MoE backend supports [^.]*)",
+        r"(No \w+ MoE backend supports [^.]*|Unsupported \w+ MoE backend: \w+)",
         "vLLM has no kernel for this device that computes this model's quantised experts: {0}",
         ANOTHER_DEVICE,
     ),
@@ -72,6 +72,11 @@ _ERRORS = (
         r"CPUAttentionBackendImpl\.__init__\(\) got an unexpected keyword argument '(\w+)'",
         "vLLM's attention on a CPU does not know what this model asks of it: {0}",
         OTHER_SIZES,
+    ),
+    (
+        r"ValueError: (.* is not supported by (?:attention )?backend\S* CPU_\w+)",
+        "vLLM does not compute this model on this device: {0}",
+        ANOTHER_DEVICE,
     ),
     (
         r"NotImplementedError: (.* requires the V2 model runner)",

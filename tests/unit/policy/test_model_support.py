@@ -80,6 +80,19 @@ def test_a_model_that_cannot_be_served_is_refused_with_what_to_do(
             "--device",
             True,
         ),
+        ("ValueError: Unsupported ODD8 MoE backend: NONE", "experts: Unsupported ODD8", "--device", False),
+        (
+            "ValueError: odd_alibi is not supported by backend CPU_ATTN.",
+            "odd_alibi is not supported by backend CPU_ATTN",
+            "--device",
+            False,
+        ),
+        (
+            "ValueError: Aligned KV cache block size 128 is not supported by attention backend(s): CPU_MLA.",
+            "block size 128",
+            "--device",
+            False,
+        ),
         (
             "NotImplementedError: OddForCausalLM (Odd) requires the V2 model runner for its embedding state; it is",
             "OddForCausalLM (Odd) requires the V2 model runner",
