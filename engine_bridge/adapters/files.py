@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import FileIO
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -49,6 +50,9 @@ METADATA_BYTES: Final = 1 << 20
 _FOLDER: Final = "folder"
 PEFT_PREFIX: Final = "base_model.model."
 _PEFT_SUFFIXES = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
+# Weights of the base model that PEFT saves beside an adapter of these layers. The model has them. Source: vLLM 0.32, `lora/utils.py`, which
+# passes over them, too.
+_BASE_SUFFIXES = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
 _NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
 
 
@@ -96,7 +100,8 @@ class TensorInfo:
         name, module, is_a: as in the file; the model's module; whether it is lora_A.
         dtype: `F32`, `F16` or `BF16`.
         shape: [rank, in] for lora_A, [out, rank] for lora_B.
-        offset, num_bytes: its place in the file. The offset may be no multiple of the item's size.
+        offset, num_bytes: its place in the file.
+        begin: its place in the buffer that `read` fills, which may be no multiple of the item's size.
     """
 
     name: str
@@ -106,6 +111,7 @@ class TensorInfo:
     shape: tuple[int, int]
     offset: int
     num_bytes: int
+    begin: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +122,8 @@ class AdapterFiles:
         config: adapter_config.json. The scaling options (lora_alpha, alpha_pattern, use_rslora) stay there.
         rank: the largest rank of its modules.
         tensors: in the order of their bytes.
-        num_bytes: size of all tensors, and so of the buffer that `read` fills: the format allows no holes.
+        num_bytes: size of all tensors, and so of the buffer that `read` fills, where they lie one behind the other.
         held_bytes: size of the same tensors once they are loaded, in the type that the engine computes in.
-        data_offset: start of the tensors in the file; tensor `t` lies at `t.offset - data_offset` of the buffer that `read` fills.
         target_modules: the last parts of its modules' names, sorted.
         base_model: the model that it was trained on, as its configuration names it.
         signature: changes when one of the two files does (size, time of change, inode); good for one machine.
@@ -132,7 +137,6 @@ class AdapterFiles:
     tensors: tuple[TensorInfo, ...]
     num_bytes: int
     held_bytes: int
-    data_offset: int
     target_modules: tuple[str, ...]
     base_model: str | None
     signature: str
@@ -151,7 +155,7 @@ def inspect(path: Path | str, contract: ModelContract) -> AdapterFiles:
         _,
     ):
         config, header = found.config, found.header
-    tensors = tuple(_tensor(entry, header, contract) for entry in header.entries)
+    tensors = tuple(_tensors(header, contract))
     rank = _check_tensors(tensors, config, contract)
     _check_tying(tensors, config, contract)
     base_model = base_model_of(config)
@@ -162,7 +166,6 @@ def inspect(path: Path | str, contract: ModelContract) -> AdapterFiles:
         tensors=tensors,
         num_bytes=sum(tensor.num_bytes for tensor in tensors),
         held_bytes=sum(math.prod(tensor.shape) for tensor in tensors) * ITEM_BYTES[contract.dtype],
-        data_offset=header.data_offset,
         target_modules=tuple(sorted({tensor.module.rpartition(".")[2] for tensor in tensors})),
         base_model=base_model,
         signature=found.signature,
@@ -298,24 +301,30 @@ def _system_error(name: str, error: OSError) -> AdapterRejected:
 # --- the tensors against the model -----------------------------------------------------------------------------------------------------
 
 
-def _tensor(entry: TensorSpan, header: Header, contract: ModelContract) -> TensorInfo:
+def _tensors(header: Header, contract: ModelContract) -> Iterator[TensorInfo]:
+    """Yield the adapter's own tensors, in the order of their bytes. Raises AdapterRejected, as `_tensor` does."""
+    begin = 0
+    for entry in header.entries:
+        if not entry.name.endswith(_BASE_SUFFIXES):
+            yield _tensor(entry, header, begin, contract)
+            begin += entry.end - entry.begin
+
+
+def _tensor(entry: TensorSpan, header: Header, begin: int, contract: ModelContract) -> TensorInfo:
     """Make an entry of the header half of a module's adapter. Raises AdapterRejected (`unexpected_tensor`, `unknown_module`, `wrong_shape`)."""
     try:
         module, is_a = contract.module_of(entry.name)
     except ValueError as error:
-        hint = " Save the adapter with save_embedding_layers=False." if "base_layer" in entry.name else ""
         raise AdapterRejected(
-            f"Tensor {quoted(entry.name)} is no LoRA weight.{hint}", code="unexpected_tensor"
+            f"Tensor {quoted(entry.name)} is no LoRA weight.", code="unexpected_tensor"
         ) from error
     if module not in contract.modules:
         raise _unknown_module(module, contract.parts_of.get(module, ()))
     if len(entry.shape) != 2:
         raise _wrong_shape(module, f"a weight has {len(entry.shape)} dimensions instead of 2")
-    num_bytes = entry.end - entry.begin
+    shape, num_bytes = (entry.shape[0], entry.shape[1]), entry.end - entry.begin
     offset = header.data_offset + entry.begin
-    return TensorInfo(
-        entry.name, module, is_a, entry.dtype, (entry.shape[0], entry.shape[1]), offset, num_bytes
-    )
+    return TensorInfo(entry.name, module, is_a, entry.dtype, shape, offset, num_bytes, begin)
 
 
 def _unknown_module(module: str, parts: tuple[str, ...]) -> AdapterRejected:
@@ -438,17 +447,26 @@ def read(files: AdapterFiles, buffer: memoryview) -> int:
     checksum = xxh3_64()
     with opened(files.path, WEIGHTS_FILE) as file:
         _check_unchanged(files, file)
-        file.seek(files.data_offset)
         position = 0
-        while position < len(view):
-            num_read = file.readinto(view[position : position + CHUNK_BYTES])
-            if not num_read:
-                _check_unchanged(files, file)
-                raise corrupt(f"it ends {len(view) - position} bytes too early. Was it copied whole?")
-            checksum.update(view[position : position + num_read])
-            position += num_read
+        for offset, end in _runs(files):
+            file.seek(offset)
+            while position < end:
+                num_read = file.readinto(view[position : min(position + CHUNK_BYTES, end)])
+                if not num_read:
+                    _check_unchanged(files, file)
+                    raise corrupt(f"it ends {len(view) - position} bytes too early. Was it copied whole?")
+                checksum.update(view[position : position + num_read])
+                position += num_read
         _check_unchanged(files, file)
     return checksum_of(checksum)
+
+
+def _runs(files: AdapterFiles) -> Iterator[tuple[int, int]]:
+    """Yield where each run of tensors without a gap starts in the file, and where it ends in the buffer."""
+    end = 0
+    for gap, run in groupby(files.tensors, lambda tensor: tensor.offset - tensor.begin):
+        begin, end = end, end + sum(tensor.num_bytes for tensor in run)
+        yield gap + begin, end
 
 
 def checksum_of(digest: xxh3_64) -> int:
@@ -482,8 +500,7 @@ def check_finite(files: AdapterFiles, buffer: memoryview, contract: ModelContrac
     view = _bytes(files, buffer)
     scale_of = contract.scales(files.config)
     for tensor in files.tensors:
-        begin = tensor.offset - files.data_offset
-        largest = _largest(view[begin : begin + tensor.num_bytes], tensor.dtype)
+        largest = _largest(view[tensor.begin : tensor.begin + tensor.num_bytes], tensor.dtype)
         if not math.isfinite(largest):
             raise AdapterRejected(
                 f"Tensor {quoted(tensor.name)} holds values that are NaN or infinite. Did the training diverge?",

@@ -189,6 +189,23 @@ async def test_a_server_starts_without_what_its_model_cannot_have(tmp_path: Path
             assert (b"this server runs without adapters" in refused.body) == ("adapters" in mechanisms)
 
 
+async def test_an_engine_that_is_built_again_without_tiers_has_nothing_of_the_first(tmp_path: Path) -> None:
+    """That a draft model's heads are of other sizes than the model's shows when memory for KV is taken."""
+    drafts = {
+        "method": "draft_model",
+        "num_speculative_tokens": 2,
+        "model": str(folder_of(KNOWN["llama-head-80"])),
+    }
+    settings = (f"speculative_config={json.dumps(drafts)}",)
+    async with engine(folder_of(KNOWN["llama"]), tiers_in(tmp_path), engine_args=settings) as node:
+        [left_out] = node.figures().left_out
+        assert left_out.mechanism == "KV tiers" and "different sizes" in left_out.why
+        prompt = text("prompt", 100)
+        right = await computed(node, prompt)
+        again = [await generate(node, prompt) for _ in range(2)]
+        assert again[1].token_ids == right and again[1].num_reused > 0
+
+
 async def test_beside_experts_adapters_change_what_their_merged_weights_change(tmp_path: Path) -> None:
     family = KNOWN["qwen3-moe"]
     model, adapter, prompts = (

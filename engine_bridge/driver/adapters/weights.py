@@ -210,7 +210,7 @@ class Loader:
         mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)
         model = LoRAModel.from_lora_tensors(
             adapter_id,
-            {info.name: _view(data, info, files.data_offset) for info in files.tensors},
+            {info.name: _view(data, info) for info in files.tensors},
             PEFTHelper.from_dict(dict(files.config)),
             device="cpu",
             dtype=self._dtype,
@@ -283,9 +283,8 @@ def _copy_parts(copies: Mapping[str, Sequence[str]], loras: dict[str, Any]) -> N
             loras.setdefault(other, twin)
 
 
-def _view(data: torch.Tensor, info: TensorInfo, data_offset: int) -> torch.Tensor:
-    start = info.offset - data_offset
-    part = data[start : start + info.num_bytes]
+def _view(data: torch.Tensor, info: TensorInfo) -> torch.Tensor:
+    part = data[info.begin : info.begin + info.num_bytes]
     dtype = TORCH_DTYPES[info.dtype]
     if part.storage_offset() % dtype.itemsize:
         part = part.clone()

@@ -121,7 +121,7 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
     from engine_bridge.driver.kv.kv_keys import hash_by_content
     from engine_bridge.driver.kv.kv_namespace import arguments_that_count
     from engine_bridge.driver.ranks import connection
-    from engine_bridge.driver.vllm_api import LLMEngine, UsageContext
+    from engine_bridge.driver.vllm_api import LLMEngine, UsageContext, ensure_kv_transfer_shutdown
 
     if gc.get_freeze_count() == 0:
         # The end of an engine before this one has unfrozen a million objects that were imported, and each of the start's five collections would
@@ -145,7 +145,13 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
         tiers.arguments = arguments_that_count(args)
     # As `vllm serve` has it: by this vLLM chooses the sizes of batches that are not set. Those for an engine of one's own are a quarter on an H100.
     served = UsageContext.OPENAI_API_SERVER
-    engine = LLMEngine.from_engine_args(args, usage_context=served, enable_multiprocessing=False)
+    try:
+        engine = LLMEngine.from_engine_args(args, usage_context=served, enable_multiprocessing=False)
+    except BaseException:
+        if tiers is not None:
+            # vLLM keeps the connector of an engine that failed, and would give it to the next one, though that has no tiers.
+            ensure_kv_transfer_shutdown()
+        raise
     if PICTURE_CACHE not in off:
         picture_cache.install(engine)
     core = engine.engine_core.engine_core

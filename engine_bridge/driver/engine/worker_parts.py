@@ -9,20 +9,24 @@ from typing import Any
 
 from engine_bridge.driver.corrections import (
     bad_words,
+    draft_groups,
     draft_settings,
     expert_routing,
     gated_delta,
     mamba2,
+    missing_weights,
     query_scales,
     rotary,
     seeds,
 )
 from engine_bridge.driver.vllm_api.features import (
     BAD_WORDS,
+    DRAFT_GROUPS,
     DRAFT_SETTINGS,
     EXPERT_ROUTING,
     GATED_DELTA,
     MAMBA2,
+    MISSING_WEIGHTS,
     QUERY_SCALES,
     ROTARY,
     SEEDS,
@@ -36,7 +40,7 @@ _ON_CPU = {
     GATED_DELTA: gated_delta,
     EXPERT_ROUTING: expert_routing,
 }
-_EVERYWHERE = {BAD_WORDS: bad_words, QUERY_SCALES: query_scales}
+_EVERYWHERE = {BAD_WORDS: bad_words, QUERY_SCALES: query_scales, MISSING_WEIGHTS: missing_weights}
 
 
 def install(off: Off, *, on_cpu: bool, has_adapters: bool) -> None:
@@ -60,6 +64,10 @@ def install(off: Off, *, on_cpu: bool, has_adapters: bool) -> None:
 
 def watch(runner: Any, off: Off, *, on_cpu: bool, has_adapters: bool) -> None:
     """Replace parts of a model runner whose model is loaded. For the arguments see `install`. Raises SeamMoved."""
+    if MISSING_WEIGHTS not in off:
+        missing_weights.say(runner)
+    if on_cpu and DRAFT_GROUPS not in off:
+        draft_groups.watch(runner)
     if on_cpu and SEEDS not in off:
         seeds.watch(runner)
     if has_adapters:

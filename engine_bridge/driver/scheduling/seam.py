@@ -134,7 +134,14 @@ def make_scheduler(vllm_config: Any, **options: Any) -> GatedScheduler | GatedAs
 
     vLLM has decided by then whether the engine schedules ahead: never on a CPU, and on a GPU not with each kind of drafts and of executor.
     """
-    schedules_ahead = vllm_config.scheduler_config.async_scheduling
+    settings = vllm_config.scheduler_config
+    if not settings.enable_chunked_prefill and settings.max_num_scheduled_tokens is not None:
+        # Where prompts are computed whole, a step holds as many tokens as the longest. With drafted tokens vLLM has noted before how many a step
+        # holds, and a prompt of more would wait for ever, and all behind it.
+        settings.max_num_scheduled_tokens = max(
+            settings.max_num_scheduled_tokens, settings.max_num_batched_tokens
+        )
+    schedules_ahead = settings.async_scheduling
     scheduler = GatedAsyncScheduler if schedules_ahead else GatedScheduler
     return scheduler(vllm_config=vllm_config, **options)
 

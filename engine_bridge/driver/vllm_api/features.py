@@ -106,9 +106,17 @@ EXPERT_ROUTING = Feature(
 QUERY_SCALES = Feature(
     "queries that grow with their position", "Ministral 3 writes wrong answers behind its first context"
 )
+MISSING_WEIGHTS = Feature(
+    "weights that a model's files lack", "answers of a model with such weights are nonsense without a word"
+)
 SEEDS = Feature(
     "seeds on a CPU",
     "a request with a seed whose prompt takes several steps ends the answers of all requests",
+    device="cpu",
+)
+DRAFT_GROUPS = Feature(
+    "draft models beside several kinds of layers on a CPU",
+    "with a draft model, answers of a model whose layers keep their KV in several groups are wrong on a CPU",
     device="cpu",
 )
 DRAFT_SETTINGS = Feature(

@@ -46,15 +46,19 @@ vllm.v1.executor.multiproc_executor:WorkerProc RANKS
     replace make_worker_process(vllm_config, *args, **kwargs) worker_main(*args, **kwargs)
 vllm.config:LoggingConfig RANKS
     write log_level configure_logging
-vllm.distributed.kv_transfer RANKS
-    call get_kv_transfer_group()
+vllm.distributed.kv_transfer KV_TIERS
+    call get_kv_transfer_group() ensure_kv_transfer_shutdown()
 vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorWorkerMetadata RANKS
     implement aggregate
     override aggregate(other)
 vllm.config:ParallelConfig RANKS at vllm_config.parallel_config
     read world_size
 vllm.v1.worker.gpu_model_runner:GPUModelRunner KV_TIERS at engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    read kv_caches
+    read kv_caches model
+    DRAFT_GROUPS: read drafter
+    DRAFT_GROUPS: replace _build_attention_metadata(num_tokens, num_reqs, *rest, slot_mappings=None, **options)
+    SEEDS: read input_batch discard_request_mask
+    SEEDS: replace sample_tokens(grammar_output)
 vllm.v1.engine.input_processor:InputProcessor ENGINE at input_processor
     call process_inputs(request_id, prompt, params, supported_tasks, *, lora_request, session_id, priority, tokenization_kwargs)
     APIS: look up in _validate_model_input: validate_token_ids
@@ -166,6 +170,8 @@ vllm.renderers.hf EMBEDS_TOKEN
     replace _ensure_prompt_embeds_placeholder_token
     APIS: read HfRenderer
     APIS: call resolve_chat_template(tokenizer, chat_template, tools, *, model_config)
+vllm.v1.spec_decode.draft_model:DraftModelProposer DRAFT_GROUPS
+    read kv_cache_gid
 vllm.v1.sample.rejection_sampler DRAFT_SETTINGS
     replace expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0)
     look up in apply_sampling_constraints: expand_batch_to_tokens
@@ -181,9 +187,8 @@ vllm.model_executor.layers.fused_moe.router.cpu_router:CPURouter EXPERT_ROUTING
         eplb_state=None)
 vllm.model_executor.models.mistral:MistralAttention QUERY_SCALES
     replace __init__(config, *rest, **options)
-vllm.v1.worker.gpu_model_runner:GPUModelRunner SEEDS at engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    read input_batch discard_request_mask
-    replace sample_tokens(grammar_output)
+vllm.model_executor.model_loader.default_loader:DefaultModelLoader MISSING_WEIGHTS
+    replace track_weights_loading(model, loaded_weights, *rest, **options)
 vllm.utils.argparse_utils:FlexibleArgumentParser ENGINE
 vllm.platforms:current_platform ENGINE
 vllm.platforms.interface:Platform ENGINE
@@ -207,24 +212,20 @@ vllm.v1.core.sched.scheduler:Scheduler ENGINE at engine_core.engine_core.schedul
     KV_TIERS: look up in update_from_output: _handle_invalid_blocks
     SCHEDULING: look up in finish_requests: remove_requests _free_request
     SCHEDULING: look up in get_request_counts: waiting running
-    read block_size kv_cache_manager max_num_scheduled_tokens running scheduler_config
+    read block_size connector kv_cache_manager max_num_running_reqs max_num_scheduled_tokens running scheduler_config
     SCHEDULING: write waiting
-    SCHEDULING: read max_num_running_reqs
     PACE: write adaptive_long_prefill_threshold max_num_scheduled_tokens
     PACE: read need_mamba_block_aligned_split cache_config num_spec_tokens
     PACE: look up in schedule: max_num_scheduled_tokens long_prefill_token_threshold adaptive_long_prefill_threshold
     REPORT: read deferred_waiting kv_holding_waiting lora_config
     PROFILING: read requests
-    KV_TIERS: read connector
 vllm.v1.core.sched.async_scheduler:AsyncScheduler ENGINE
     read schedule
 vllm.config:SchedulerConfig PACE at vllm_config.scheduler_config
-    ENGINE: read async_scheduling
-    read enable_chunked_prefill
-    PACE: read disable_chunked_mm_input
-    ENGINE: read async_scheduling
+    ENGINE: read async_scheduling enable_chunked_prefill max_num_batched_tokens max_num_seqs
+    ENGINE: write max_num_scheduled_tokens
+    read disable_chunked_mm_input
     write long_prefill_token_threshold
-    PROFILING: read max_num_batched_tokens max_num_seqs
 vllm.v1.core.sched.request_queue:RequestQueue SCHEDULING
     implement add_request pop_request peek_request prepend_request prepend_requests remove_request remove_requests __bool__ __len__ __iter__
     override add_request(request) prepend_request(request) prepend_requests(requests) pop_request() peek_request() remove_request(request)
@@ -351,7 +352,6 @@ vllm.lora.layers:LoRAMapping LORA
 vllm.lora.layers:LoRAMappingType LORA
     read LANGUAGE
 vllm.v1.worker.gpu_model_runner:GPUModelRunner LORA at engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    read model
     replace _set_active_loras(prompt_lora_mapping, token_lora_mapping, lora_requests, mapping_type=None)
         _get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens)
     look up in execute_model: compute_logits

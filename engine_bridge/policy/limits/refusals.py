@@ -7,8 +7,12 @@ import re
 from engine_bridge.policy.limits.model_support import ModelFacts, UnusableModel
 
 ANOTHER_DEVICE = "Serve it on another device (on a GPU: --device cuda), or serve another model"
+# What no adapter and no tier changes: of these one try is enough.
+OTHER_WEIGHTS = "Serve weights of this model that are quantised otherwise or not at all, or serve it on another device (on a GPU: --device cuda)"
+OTHER_SIZES = "Serve another model, or serve this one on another device (on a GPU: --device cuda)"
 OTHER_DRAFTS = "Change --speculative-config, or take it away"
 WHOLE_FILES = "Fetch the model again, with all its files, or serve another one. A draft model must be of the kind that --speculative-config names"
+OTHER_RELEASE = "Fetch the model again, with all its files. Where they are whole, the class is at fault: try another release of vLLM"
 GENERATING = "Serve a model that generates text. One that makes embeddings may stand beside it: --embedding-model FOLDER"
 DIVIDING_PARTS = "Choose a --tensor-parallel-size that divides it"
 OTHER_SETTING = "Change the setting, or take it away"
@@ -38,15 +42,15 @@ _ERRORS = (
     (
         r"Failed to find a kernel that can implement the (.*?)(?:\. Reasons.*)?$",
         "vLLM has no kernel for this device that computes this model's quantised weights: the {0}",
-        ANOTHER_DEVICE,
+        OTHER_WEIGHTS,
     ),
     (
         r"(Marlin does not support [^.]*)",
         "vLLM has no kernel for this device that computes this model's quantised weights: {0}",
-        ANOTHER_DEVICE,
+        OTHER_WEIGHTS,
     ),
     (
-        r"(No \w+ MoE backend supports [^.]*)",
+        r"(No \w+ MoE backend supports [^.]*|Unsupported \w+ MoE backend: \w+)",
         "vLLM has no kernel for this device that computes this model's quantised experts: {0}",
         ANOTHER_DEVICE,
     ),
@@ -63,6 +67,21 @@ _ERRORS = (
     (
         r"(Unsupported CPU attention configuration: \S+|Head dimension \d+ is not supported by MLA)",
         "vLLM's attention on a CPU does not have this model's sizes: {0}",
+        OTHER_SIZES,
+    ),
+    (
+        r"CPUAttentionBackendImpl\.__init__\(\) got an unexpected keyword argument '(\w+)'",
+        "vLLM's attention on a CPU does not know what this model asks of it: {0}",
+        OTHER_SIZES,
+    ),
+    (
+        r"ValueError: (.* is not supported by (?:attention )?backend\S* CPU_\w+)",
+        "vLLM does not compute this model on this device: {0}",
+        ANOTHER_DEVICE,
+    ),
+    (
+        r"NotImplementedError: (.* requires the V2 model runner)",
+        "vLLM does not compute this model on this device: {0}",
         ANOTHER_DEVICE,
     ),
     (
@@ -181,6 +200,9 @@ def refusal(facts: ModelFacts) -> UnusableModel | None:
 
 def misfit(error: str) -> UnusableModel:
     """Return an error that vLLM met while it loaded weights as one that says what to do. error: its type and text."""
+    if error.startswith("KeyError: "):
+        why = f"vLLM's class for this model has no place for a weight of its files ({error})"
+        return UnusableModel(why, OTHER_RELEASE)
     return UnusableModel(
         f"vLLM cannot put the weights into the model that config.json describes ({error})", WHOLE_FILES
     )

@@ -150,8 +150,8 @@ def test_what_helps_nowhere_is_the_first_error() -> None:
             "there is no folder '/odd'",
             1,
         ),
+        (ValueError("Head dimension 64 is not supported by MLA."), "have this model's sizes.*--device", 1),
         # Adapters or tiers may have called for what the device lacks.
-        (ValueError("Head dimension 64 is not supported by MLA."), "have this model's sizes.*--device", 6),
         (AttributeError("'_OpNamespace' '_C' object has no attribute 'odd_scan'"), "odd_scan.*--device", 6),
     ],
 )
@@ -163,15 +163,25 @@ def test_what_vllm_cannot_serve_is_said_with_what_to_do(error: Exception, says: 
     assert len(tries) == num_tries
 
 
-@pytest.mark.parametrize("error", [RuntimeError("start (0) + length (256)"), AssertionError("(8, 8)")])
-def test_weights_that_do_not_fit_are_loaded_once(error: Exception) -> None:
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (
+            RuntimeError("start (0) + length (256)"),
+            r"weights into the model .*\(\w+Error: .*Fetch the model again",
+        ),
+        (AssertionError("(8, 8)"), r"weights into the model .*\(\w+Error: .*Fetch the model again"),
+        (KeyError("blocks.0.w13_weight"), r"no place for .*blocks\.0\.w13_weight.*another release of vLLM"),
+    ],
+)
+def test_weights_that_do_not_fit_are_loaded_once(error: Exception, says: str) -> None:
     tries: list[Tried] = []
 
     def load_weights(tried: Tried) -> Exception | None:
         tries.append(tried)
         raise error
 
-    with pytest.raises(UnusableModel, match=r"weights into the model .*\(\w+Error: .*Fetch the model again"):
+    with pytest.raises(UnusableModel, match=says):
         built(load_weights)
     assert len(tries) == 1
 

@@ -29,6 +29,7 @@ SHAPES = {"self_attn.q_proj": (32, 48), "self_attn.o_proj": (48, 32), "mlp.down_
 LINEARS = {f"model.layers.{layer}.{name}": SHAPES[name] for layer in range(2) for name in SHAPES}
 Q = "model.layers.0.self_attn.q_proj"
 Q_A, Q_B = names_of(Q)
+BASE_LAYERS = [f"base_model.model.{name}.base_layer.weight" for name in (EMBEDDING, "lm_head")]
 TORCH_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 MAX_RANK = 64
 
@@ -69,14 +70,35 @@ def folder(tmp_path: Path) -> Path:
 def test_a_good_adapter_is_read_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_files, "CHUNK_BYTES", 1000)
     files, buffer, checksum = loaded(make_adapter(folder, modules=LINEARS, seed=3), contract())
-    data = (folder / WEIGHTS_FILE).read_bytes()[files.data_offset :]
+    data = (folder / WEIGHTS_FILE).read_bytes()[-files.num_bytes :]
     assert bytes(buffer) == data and checksum == xxh3_64_intdigest(data) % 2**63
-    starts = [tensor.offset - files.data_offset for tensor in files.tensors]
-    found = {
-        each.name: Tensor(each.dtype, each.shape, data[start : start + each.num_bytes])
-        for each, start in zip(files.tensors, starts, strict=True)
+    assert tensors_of(files, buffer) == corpus.make_tensors(LINEARS, seed=3)
+
+
+def tensors_of(files: AdapterFiles, buffer: bytes | bytearray) -> Tensors:
+    return {
+        each.name: Tensor(each.dtype, each.shape, bytes(buffer[each.begin : each.begin + each.num_bytes]))
+        for each in files.tensors
     }
-    assert found == corpus.make_tensors(LINEARS, seed=3)
+
+
+def test_weights_of_the_base_model_are_passed_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT saves them beside an adapter of the embedding or of the output layer."""
+    monkeypatch.setattr(adapter_files, "CHUNK_BYTES", 1000)
+    modules = {EMBEDDING: (100, 32), **LINEARS}
+    kinds: dict[str, Any] = {"modules": modules, "embeddings": frozenset({EMBEDDING}), "seed": 3}
+
+    def with_base_layers(tensors: Tensors) -> None:
+        own = dict(tensors)
+        tensors.clear()
+        for number, (name, tensor) in enumerate(own.items()):
+            tensors[name] = tensor
+            if number in (1, len(own) - 1):
+                corpus.reshape(tensors, BASE_LAYERS[number == 1], (100, 32))
+
+    plain, right = load(make_adapter(folder, **kinds))
+    files, buffer = load(make_adapter(folder, **kinds, edit=with_base_layers))
+    assert buffer == right and tensors_of(files, buffer) == tensors_of(plain, right)
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
@@ -170,14 +192,13 @@ def overridden(code: str, *overrides: dict[str, Any]) -> list[tuple[dict[str, An
 
 
 TIED = {"modules": {EMBEDDING: (100, 32)}, "embeddings": frozenset({EMBEDDING})}
-BASE_LAYER = "base_model.model.model.embed_tokens.base_layer.weight"
 ENDLESS = ("(a+)+b", ".*.*.*x", "((a|b)|c)", "(a|b)" + "x" * 200, "[", "", "(?P<n>a)")
 MADE_BADLY: list[tuple[dict[str, Any], str, str]] = [
     ({"ranks": {Q: 16}, "config_overrides": {"rank_pattern": {"o_proj": 16}}}, "wrong_shape", ""),
     ({"ranks": {Q: 65}, "config_overrides": {"rank_pattern": {"0.self_attn.q_proj": 65}}}, "rank_too_large", ""),
     ({"ranks": {Q: 0}}, "wrong_shape", ""),
     (tensors_with(Q_A.removeprefix("base_model.model."), (8, 32)), "unexpected_tensor", ""),
-    (tensors_with(BASE_LAYER, (100, 32)), "unexpected_tensor", "save_embedding_layers"),
+    (tensors_with(BASE_LAYERS[0].replace("embed_tokens", "norm"), (100, 32)), "unexpected_tensor", ""),
     ({"edit": lambda tensors: tensors.update({Q_A: tensors[Q_A]._replace(shape=(8, 4, 8))})}, "wrong_shape", "3 dimensions"),
     (tensors_with("\x1b[2J\n" + "x" * 100_000, (8, 32)), "unexpected_tensor", ""),
     ({**TIED, "config_overrides": {"ensure_weight_tying": True}}, "unsupported_option", ""),
@@ -375,7 +396,9 @@ def test_files_changed_after_inspection_are_noticed(
 def test_a_file_that_is_gone_or_ends_too_early_is_told_as_that(folder: Path) -> None:
     files = inspect(make_adapter(folder, modules=LINEARS), contract())
     for num_more, code in ((10, "corrupt_file"), (0, "no_weights")):
-        wanted = dataclasses.replace(files, num_bytes=files.num_bytes + num_more)
+        *others, last = files.tensors
+        last = dataclasses.replace(last, num_bytes=last.num_bytes + num_more)
+        wanted = dataclasses.replace(files, num_bytes=files.num_bytes + num_more, tensors=(*others, last))
         with pytest.raises(AdapterRejected) as caught:
             read(wanted, memoryview(bytearray(wanted.num_bytes)))
         assert caught.value.code == code

@@ -65,7 +65,7 @@ def test_a_model_that_cannot_be_served_is_refused_with_what_to_do(
             "Failed to find a kernel that can implement the ScaledMM linear layer. Reasons: \n many",
             "quantised weights: the ScaledMM linear layer",
             "--device",
-            False,
+            True,
         ),
         (
             "No Int8 MoE backend supports the deployment configuration (a=1). Set `ODD=DEBUG`",
@@ -73,7 +73,32 @@ def test_a_model_that_cannot_be_served_is_refused_with_what_to_do(
             "--device",
             False,
         ),
-        ("Unsupported CPU attention configuration: head_dim=40 isa=1", "head_dim=40", "--device", False),
+        ("Unsupported CPU attention configuration: head_dim=40 isa=1", "head_dim=40", "--device", True),
+        (
+            "TypeError: CPUAttentionBackendImpl.__init__() got an unexpected keyword argument 'odd_window'",
+            "asks of it: odd_window",
+            "--device",
+            True,
+        ),
+        ("ValueError: Unsupported ODD8 MoE backend: NONE", "experts: Unsupported ODD8", "--device", False),
+        (
+            "ValueError: odd_alibi is not supported by backend CPU_ATTN.",
+            "odd_alibi is not supported by backend CPU_ATTN",
+            "--device",
+            False,
+        ),
+        (
+            "ValueError: Aligned KV cache block size 128 is not supported by attention backend(s): CPU_MLA.",
+            "block size 128",
+            "--device",
+            False,
+        ),
+        (
+            "NotImplementedError: OddForCausalLM (Odd) requires the V2 model runner for its embedding state; it is",
+            "OddForCausalLM (Odd) requires the V2 model runner",
+            "--device",
+            False,
+        ),
         ("module 'triton' has no attribute 'set_allocator'", "triton.set_allocator", "--device", False),
         (
             "Layer 0 does not dispatch through the Transformers attention interface and vLLM has no other way",
@@ -116,7 +141,7 @@ def test_a_model_that_cannot_be_served_is_refused_with_what_to_do(
             "Marlin does not support weight_bits = odd. Only types = [] are supported",
             "quantised weights: Marlin does not support weight_bits = odd",
             "--device",
-            False,
+            True,
         ),
         (
             "AssertionError: All drafting layers should belong to one group",

@@ -1,0 +1,39 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+
+class Blocks:
+    """One group's blocks of two requests."""
+
+    def __init__(self, first):
+        self.table = torch.arange(first, first + 6).reshape(2, 3)
+
+    def get_device_tensor(self, num_reqs):
+        return self.table[:num_reqs]
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_a_draft_model_is_told_of_the_blocks_of_its_own_group(group):
+    from engine_bridge.driver.corrections import draft_groups
+    from engine_bridge.driver.vllm_api import DraftModelProposer
+
+    blocks = [Blocks(10), Blocks(20)]
+    slots = {number: torch.arange(number * 100, number * 100 + 8) for number in range(2)}
+
+    def build(num_tokens, num_reqs, *, slot_mappings):
+        """Tell of the first group, as vLLM does."""
+        told = SimpleNamespace(num_reqs=num_reqs, num_actual_tokens=num_tokens)
+        told.block_table_tensor, told.slot_mapping = blocks[0].table, slot_mappings[0][:num_tokens]
+        return told, told
+
+    drafter = object.__new__(DraftModelProposer)
+    drafter.kv_cache_gid = group
+    runner = SimpleNamespace(drafter=drafter, input_batch=SimpleNamespace(block_table=blocks))
+    runner._build_attention_metadata = build
+    draft_groups.watch(runner)
+    of_layers, of_drafts = runner._build_attention_metadata(num_tokens=5, num_reqs=1, slot_mappings=slots)
+    assert of_drafts.block_table_tensor[0].tolist() == blocks[group].table[0].tolist()
+    assert of_drafts.slot_mapping.tolist() == slots[group][:5].tolist()
+    assert of_layers.slot_mapping.tolist() == slots[0][:5].tolist(), "what layers are told stays"
