@@ -7,8 +7,8 @@ which would then compute or restore its whole context at each of its turns.
 Of a program only what is its own counts: agents begin with the same system prompt and tools. What is away keeps nobody out of an idle device: tools
 may take minutes, and an agent may never come back.
 
-A program that waits for its helpers goes on when they are done, so they need no place of their own while together they take no more than it does:
-its KV lies idle meanwhile, and may leave for theirs. They start when their caller would have.
+A program that waits for its helpers goes on when they are done, so they need no place of their own while together they take no more than it does.
+They start when their caller would have. Its own KV lies idle meanwhile: it takes room in host memory, but none of the device's.
 
 Nothing starves: each tenant may fill its share of the room whatever others hold, and where a tenant's first one has waited for `LEAK_S` without any
 other of its tenant being let in, it is let in however full the room is.
@@ -88,7 +88,9 @@ class Programs:
         shared_tokens: Callable[[str], int] = lambda request_id: 0,
     ) -> None:
         self._shared_tokens = shared_tokens
-        self._room = min(DEVICE_SHARE * num_tokens, HELD_SHARE * (num_tokens + num_host_tokens))
+        self._device_room = DEVICE_SHARE * num_tokens
+        self._held_room = HELD_SHARE * (num_tokens + num_host_tokens)
+        self._room = min(self._device_room, self._held_room)
         self._inside: dict[str, Program] = {}
         self._program_of: dict[str, str] = {}
         """Of each request of a program inside."""
@@ -167,8 +169,9 @@ class Programs:
         tenant, num_shared = request.tenant, self._shared_tokens(request_id)
         num_tokens = _size(request) - num_shared
         since_s = max(self._came_s[request_id], self._entered_s[tenant])
+        num_held = self._held.total() + num_tokens
         has_room = (
-            self._held.total() + num_tokens <= self._room
+            num_held <= min(self._device_room + self._idle_tokens(), self._held_room)
             or self._active_tokens + num_tokens <= self._busy_room
         )
         may = has_room or self._has_share(tenant, num_tokens) or now - since_s >= LEAK_S
@@ -217,6 +220,14 @@ class Programs:
         self._weights[request.tenant] = request.weight
         program = self._inside[request.program] = Program(request.tenant, caller.began_s)
         return program
+
+    def _idle_tokens(self) -> int:
+        """Return the tokens of programs that wait for helpers."""
+        return sum(
+            each.num_tokens
+            for each in self._inside.values()
+            if each.helpers and not each.num_active and any(name in self._inside for name in each.helpers)
+        )
 
     def _has_share(self, tenant: str, num_tokens: int) -> bool:
         """Return whether a tenant stays within its share of the room with this many tokens more, whatever others hold."""

@@ -231,12 +231,12 @@ def test_helpers_start_in_the_place_of_the_program_that_waits_for_them(full: Pro
     full.announced("/a", 50.0, 1.0)
     first = full.came(turn("x", num_tokens=300, caller="/a"), 2.0)
     assert first.program_s == 0.0 and full.may_start("x0", 2.0)
-    assert not begin(full, "y", 2.1, num_tokens=300, caller="/a"), "both would take 600"
+    assert not begin(full, "y", 2.1, num_tokens=350, caller="/a"), "both would take 650"
     assert begin(full, "z", 2.2, num_tokens=200, caller="/a")
     full.ended("x0", 300, 3.0)
     full.announced("/x", 9.0, 3.0)
     assert full.came(turn("x", 1, 320), 4.0).program_s == 0.0 and full.may_start("x1", 4.0)
-    assert not begin(full, "other", 4.1, num_tokens=10)
+    assert not begin(full, "other", 4.1, num_tokens=100)
 
 
 @pytest.mark.parametrize("caller", ["/gone", "bob/theirs", ""])
@@ -254,3 +254,15 @@ def test_one_helper_starts_however_large_it_is(full: Programs) -> None:
     )
     full.ended("x0", 900, 2.0)
     assert begin(full, "y2", 2.0 + UNANNOUNCED_S + 0.1, num_tokens=900, caller="/a")
+
+
+@pytest.mark.parametrize(("num_host_tokens", "has_room"), [(10 * ROOM, True), (ROOM, False)])
+def test_what_waits_for_helpers_takes_host_memory_alone(num_host_tokens: int, has_room: bool) -> None:
+    programs = Programs(NUM_TOKENS, num_host_tokens)
+    begin(programs, "a"), begin(programs, "b")
+    programs.ended("a0", 500, 1.0)
+    programs.announced("/a", 50.0, 1.0)
+    assert begin(programs, "x", 2.0, num_tokens=200, caller="/a")
+    assert begin(programs, "new", 2.1, num_tokens=300) == has_room, "200 and 400 take the device"
+    programs.ended("x0", 200, 3.0)
+    assert not begin(programs, "next", 3.0 + UNANNOUNCED_S + 0.1, num_tokens=300), "its caller may be back"
