@@ -254,3 +254,13 @@ def test_one_helper_starts_however_large_it_is(full: Programs) -> None:
     )
     full.ended("x0", 900, 2.0)
     assert begin(full, "y2", 2.0 + UNANNOUNCED_S + 0.1, num_tokens=900, caller="/a")
+
+
+def test_helpers_of_helpers_share_the_place_of_the_first_caller(full: Programs) -> None:
+    """So a chain of callers does not bring any number of programs in, whether the first is still there or not."""
+    assert begin(full, "x", 1.0, num_tokens=400, caller="/a")
+    assert begin(full, "y", 1.0, num_tokens=400, caller="/x"), "its caller waits for it"
+    assert not begin(full, "z", 1.0, num_tokens=400, caller="/y"), "`x` and `z` would take 800"
+    full.ended("a0", 400, 2.0)
+    assert not begin(full, "w", 3.0, num_tokens=400, caller="/y")
+    assert len(full) == 3, "`b`, `x` and `y`"
