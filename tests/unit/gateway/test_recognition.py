@@ -436,6 +436,12 @@ def test_a_call_whose_conversation_cannot_be_told_has_no_fingerprint(api: Any, b
     assert fingerprint(api, body) is None
 
 
+@pytest.mark.parametrize("kind", [["text"], {"a": 1}, 1, True])
+def test_a_part_of_no_kind_at_all_is_a_part_like_others(kind: Any) -> None:
+    parts = [{"type": "text", "text": "hi"}, {"type": kind, "text": "hi"}]
+    assert fingerprint("chat", {"messages": [{"role": "user", "content": parts}]}) is not None
+
+
 def test_what_passes_between_calls_makes_no_difference() -> None:
     plain = {"model": "m", "system": "Be brief.", "messages": [user("hi")]}
     marked = {
