@@ -33,12 +33,12 @@ def documents_of(body: Any) -> Iterator[Document]:
         if kind == "document":
             source = part.get("source")
             if isinstance(source, dict) and source.get("type") == "base64":
-                yield Document(part, _text(source.get("media_type")), _text(source.get("data")))
+                yield Document(part, _media_type(source.get("media_type")), _text(source.get("data")))
         elif kind in ("file", "input_file"):
             data = _text(_file_of(part).get("file_data"))
             head, comma, encoded = data.partition(",")
             if data:
-                yield Document(part, head[5:].partition(";")[0] if comma else "", encoded if comma else data)
+                yield Document(part, _media_type(head[5:]) if comma else "", encoded if comma else data)
 
 
 def put_text(part: dict[str, Any], text: str) -> None:
@@ -55,6 +55,10 @@ def put_text(part: dict[str, Any], text: str) -> None:
 def _file_of(part: dict[str, Any]) -> dict[str, Any]:
     file = part.get("file") if part["type"] == "file" else part
     return file if isinstance(file, dict) else {}
+
+
+def _media_type(value: Any) -> str:
+    return _text(value).partition(";")[0].strip().lower()
 
 
 def _text(value: Any) -> str:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+# What a sender's word tells that the data do not.
+TOLD_TYPES = ("text/html", "application/xhtml+xml", "text/csv", "text/tab-separated-values", "text/plain")
+
 
 class Document(msgspec.Struct, frozen=True):
     """The text that was read from a document.

@@ -12,11 +12,12 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from gateway.documents.messages import Document, Outcome
+from gateway.documents.messages import TOLD_TYPES, Document, Outcome
 from gateway.errors import GatewayError
 
-# Characters of documents that are remembered. Chosen: an agent sends what it has read with each of its calls, and reading it takes a second.
-MAX_REMEMBERED_CHARS = 8_000_000
+# Characters of documents that are remembered, and those that each takes besides its text. Chosen: an agent sends what it has read with each of its
+# calls, and reading it takes a second.
+MAX_REMEMBERED_CHARS, OWN_CHARS = 8_000_000, 1000
 AT_ONCE = 2  # chosen: documents are rare, and cores are for answers
 
 
@@ -48,6 +49,7 @@ class DocumentReader:
         Raises:
             GatewayError: `bad_request` with the document's fault, `overloaded` where no process can be started.
         """
+        media_type = media_type if media_type in TOLD_TYPES else ""
         key = sender, hashlib.sha256(data).digest(), media_type
         own = self._turns_of.setdefault(sender, asyncio.Semaphore(1))
         async with own:
@@ -65,7 +67,7 @@ class DocumentReader:
         if found.document is None:
             raise _refusal(found.fault)
         self._read[key] = found.document
-        while sum(len(each.text) for each in self._read.values()) > MAX_REMEMBERED_CHARS:
+        while sum(len(each.text) + OWN_CHARS for each in self._read.values()) > MAX_REMEMBERED_CHARS:
             self._read.popitem(last=False)
         return found.document
 

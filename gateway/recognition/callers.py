@@ -15,9 +15,9 @@ import orjson
 
 # A shorter line may stand in two texts by chance. Chosen.
 LINE_CHARS = 16
-# Texts that one answer hands to tools, lines at a conversation's beginning that are compared, and characters of a text that are looked through for
-# them. Chosen: a dozen helpers begin at once, each with a task of a page, perhaps behind notes of its client.
-MAX_HANDED, MAX_LINES, MAX_CHARS = 32, 256, 1 << 16
+# Texts that one answer hands to tools, lines at a conversation's beginning that are compared, and characters of a text, and of a whole beginning,
+# that are looked through for them. Chosen: a dozen helpers begin at once, each with a task of a page, perhaps behind notes of its client.
+MAX_HANDED, MAX_LINES, MAX_CHARS, MAX_OPENING_CHARS = 32, 256, 1 << 16, 1 << 18
 # Texts of all sessions that are kept, some 16 MB: beyond it the oldest are forgotten. Chosen.
 MAX_KEPT = 1 << 16
 
@@ -93,6 +93,7 @@ def _opening_lines(body: Any) -> Iterator[bytes]:
 
 
 def _lines(steps: Sequence[Any]) -> Iterator[str]:
+    left = MAX_OPENING_CHARS
     for step in steps:
         if not isinstance(step, dict) or step.get("role") not in ("user", "system", "developer"):
             return
@@ -100,7 +101,11 @@ def _lines(steps: Sequence[Any]) -> Iterator[str]:
         parts = [{"text": content}] if isinstance(content, str) else content
         for part in parts if isinstance(parts, list) and step["role"] == "user" else ():
             text = part.get("text") if isinstance(part, dict) else None
-            for line in text[:MAX_CHARS].splitlines() if isinstance(text, str) else ():
+            text = text[: min(MAX_CHARS, left)] if isinstance(text, str) else ""
+            left -= len(text) + LINE_CHARS  # a part takes time, however short it is
+            if left <= 0:
+                return
+            for line in text.splitlines():
                 if len(line := line.strip()) >= LINE_CHARS:
                     yield line
 

@@ -37,7 +37,7 @@ _PASSING_OF_ANSWERS = _PASSING | {"name", "reasoning", "reasoning_content", "rea
 # An item with a role is a message, whether it says so or not.
 _MESSAGE = ("type", "message")
 # Parts of an answer that clients may leave out when they send it back.
-_THOUGHTS = frozenset(("thinking", "redacted_thinking", "reasoning"))
+_THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
 # vLLM drops these blocks of Claude Code's system prompt, which differ in each call.
 _BILLING = "x-anthropic-billing-header"
 # Digits of instructions may differ in each call of one agent: the time, the date, a counter.

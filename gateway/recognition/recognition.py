@@ -15,6 +15,7 @@ from gateway.access.auth import tenant_of
 from gateway.advisories.advisories import MAX_TTL_S, Advisories, AdvisoryRequest
 from gateway.errors import GatewayError
 from gateway.metrics.metrics import Metrics
+from gateway.people.usage import num_chars_of
 from gateway.recognition.callers import Callers, handed_lines
 from gateway.recognition.conversations import Conversation, Conversations
 from gateway.recognition.fingerprints import ends_with_results, fingerprint, marks, turn_of
@@ -126,7 +127,8 @@ class Recognition:
             call, how = SessionCall(owner, session_id, model), "stored"
             if not is_named:
                 length = headers.get("Content-Length", "")
-                is_short = length.isdigit() and int(length) <= INLINE_BYTES
+                # What was packed, or read from a document, or said before, is not in that length.
+                is_short = length.isdigit() and max(int(length), num_chars_of(body)) <= INLINE_BYTES
                 found = (
                     fingerprint(api, body) if is_short else await asyncio.to_thread(fingerprint, api, body)
                 )

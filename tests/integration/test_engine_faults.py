@@ -148,3 +148,9 @@ async def test_an_idle_engine_uses_no_processor(node: SharedNode) -> None:
             break
     else:
         pytest.fail(f"the engine's thread was never at rest: {shares} of a core")
+
+
+async def test_an_engine_of_the_vllm_that_this_is_written_for_lacks_nothing(node: SharedNode) -> None:
+    """Nor what only others have, such as one with a draft model: each start's log would say that vLLM has moved."""
+    off = await node.run_on_engine(lambda driver: [feature.name for feature in driver._off])
+    assert off == []

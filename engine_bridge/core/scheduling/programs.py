@@ -58,7 +58,8 @@ class Program:
         num_active: its requests that wait or run.
         left_s: when its last request ended; None while one is active.
         until_s: by when it comes back, as was announced; 0 while that was not.
-        helpers: the names of programs that have worked for it.
+        helpers: the names of programs that have begun in its place, helpers' own helpers among them.
+        place: the program in whose place it has begun; None: it has one of its own.
     """
 
     tenant: str
@@ -70,6 +71,7 @@ class Program:
     left_s: float | None = None
     until_s: float = 0.0
     helpers: list[str] = field(default_factory=list)
+    place: Program | None = None
 
 
 class Programs:
@@ -212,13 +214,15 @@ class Programs:
         caller = self._inside.get(request.caller)
         if caller is None or caller.tenant != request.tenant:
             return None
-        caller.helpers = [name for name in caller.helpers if name in self._inside]
-        num_taken = sum(self._inside[name].num_tokens for name in caller.helpers)
-        if caller.helpers and num_taken + _size(request) > caller.num_tokens:
+        # Helpers of helpers share the place, or a chain of them would have any number inside. Only their caller lies idle as well.
+        place = caller.place or caller
+        place.helpers = [name for name in place.helpers if name in self._inside]
+        num_taken = sum(self._inside[name].num_tokens for name in place.helpers if name != request.caller)
+        if num_taken and num_taken + _size(request) > place.num_tokens:
             return None
-        caller.helpers.append(request.program)
+        place.helpers.append(request.program)
         self._weights[request.tenant] = request.weight
-        program = self._inside[request.program] = Program(request.tenant, caller.began_s)
+        program = self._inside[request.program] = Program(request.tenant, place.began_s, place=place)
         return program
 
     def _idle_tokens(self) -> int:

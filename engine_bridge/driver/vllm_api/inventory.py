@@ -55,7 +55,7 @@ vllm.config:ParallelConfig RANKS at vllm_config.parallel_config
     read world_size
 vllm.v1.worker.gpu_model_runner:GPUModelRunner KV_TIERS at engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     read kv_caches model
-    DRAFT_GROUPS: read drafter
+    DRAFT_GROUPS: look up in __init__: drafter
     DRAFT_GROUPS: replace _build_attention_metadata(num_tokens, num_reqs, *rest, slot_mappings=None, **options)
     SEEDS: read input_batch discard_request_mask
     SEEDS: replace sample_tokens(grammar_output)

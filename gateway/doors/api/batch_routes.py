@@ -37,8 +37,7 @@ async def batch(request: web.Request) -> web.Response:
             body = await json_body(request)
             priority = take_priority(services, body) or 0
             bodies = _each(services, body)
-            for each in bodies:
-                await bring_in(services, each, services.client_of(principal.owner, request))
+            await bring_in(services, services.client_of(principal.owner, request), *bodies)
             try:
                 async with asyncio.TaskGroup() as group:
                     asked = [

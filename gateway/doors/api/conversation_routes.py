@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -15,7 +17,7 @@ from gateway.doors.http.bodies import in_place, json_reply, struct_body
 from gateway.doors.rest.sessions import remove_session
 from gateway.errors import GatewayError
 from gateway.services import SERVICES
-from gateway.sessions import Session
+from gateway.sessions import Session, StoredResponse, Turn
 from gateway.turns.replies import listed_items
 
 
@@ -64,12 +66,17 @@ async def items(request: web.Request) -> web.Response:
     found = await services.store.responses.of_session(owner, name)
     if found is None:
         raise GatewayError("not_found", f"There is no conversation {name[:100]!r} here.", param="id")
+    return page_of(request, await asyncio.to_thread(_items_of, found.turns))
+
+
+def _items_of(turns: Sequence[tuple[Turn, StoredResponse | None]]) -> list[dict[str, Any]]:
+    """Return the items of a session's turns; of many turns that takes long."""
     listed: list[dict[str, Any]] = []
-    for turn, response in found.turns:
+    for turn, response in turns:
         said = [{"role": "user", "content": turn.content}, {"role": "assistant", "content": turn.answer}]
         listed += listed_items(orjson.loads(response.items) if response else said, turn.id)
         listed += orjson.loads(response.reply).get("output") or [] if response else []
-    return page_of(request, listed)
+    return listed
 
 
 def _shown(session: Session, metadata: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -114,10 +114,14 @@ def _refuse(services: Services, api: Api, body: Any) -> None:
         )
 
 
-async def bring_in(services: Services, body: Any, sender: str) -> None:
-    """Put into a call's body what it names or packs: pictures by their address, the text of documents. Raises GatewayError."""
-    await fetch_pictures(services.config, body)
-    await read_documents(services.documents, body, sender)
+async def bring_in(services: Services, sender: str, *bodies: Any) -> None:
+    """Put into the bodies of one call what they name or pack: pictures by their address, the text of documents. Raises GatewayError."""
+    for body in bodies:
+        await fetch_pictures(services.config, body)
+    whole = (
+        {"messages": [each for body in bodies for each in body["messages"]]} if len(bodies) > 1 else bodies[0]
+    )
+    await read_documents(services.documents, whole, sender, services.config.max_body_bytes)
 
 
 async def _handle(
@@ -131,7 +135,7 @@ async def _handle(
     hints = _hints(services, api, body, request.headers)
     is_background = _take_background(api, body)
     sender = services.client_of(owner, request)
-    await bring_in(services, body, sender)
+    await bring_in(services, sender, body)
     recording = await recording_of(services, owner, api, body, request.headers.get(SESSION_HEADER))
     _check_size(services, api, body)
     asked = read_body(body)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import random
+from collections import Counter
 
+import msgspec
 import pytest
 
 from engine_bridge.core.scheduling.programs import (
@@ -266,3 +269,66 @@ def test_what_waits_for_helpers_takes_host_memory_alone(num_host_tokens: int, ha
     assert begin(programs, "new", 2.1, num_tokens=300) == has_room, "200 and 400 take the device"
     programs.ended("x0", 200, 3.0)
     assert not begin(programs, "next", 3.0 + UNANNOUNCED_S + 0.1, num_tokens=300), "its caller may be back"
+
+
+def test_helpers_of_helpers_share_the_place_of_the_first_caller(full: Programs) -> None:
+    """So a chain of callers does not bring any number of programs in, whether the first is still there or not."""
+    assert begin(full, "x", 1.0, num_tokens=400, caller="/a")
+    assert begin(full, "y", 1.0, num_tokens=400, caller="/x"), "its caller waits for it"
+    assert not begin(full, "z", 1.0, num_tokens=400, caller="/y"), "`x` and `z` would take 800"
+    full.ended("a0", 400, 2.0)
+    assert not begin(full, "w", 3.0, num_tokens=400, caller="/y")
+    assert len(full) == 3, "`b`, `x` and `y`"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_books_are_right_whoever_works_for_whom_and_nothing_waits_for_ever(seed: int) -> None:
+    """With helpers of helpers, of programs that are gone, of other tenants', and with names that come again."""
+    chance, programs, now = random.Random(seed), Programs(NUM_TOKENS, 10 * ROOM, lambda request_id: 9), 0.0
+    names = [f"{tenant}/{name}" for tenant in "ab" for name in "vwxyz"]
+    waiting: list[str] = []
+    running: list[str] = []
+
+    def start() -> None:
+        for each in [each for each in waiting if programs.may_start(each, now)]:
+            waiting.remove(each)
+            running.append(each)
+
+    for number in range(300):
+        now += chance.choice([0.0, 0.05, 0.3, 5.0, 40.0])
+        name, caller = chance.choice(names), chance.choice([*names, ""])
+        tenant, _, short = name.partition("/")
+        what = chance.randrange(5)
+        if what < 2:
+            request = turn(short, number, chance.choice([50, 400, 2000]), tenant, caller=caller)
+            programs.came(msgspec.structs.replace(request, continues=chance.random() < 0.5), now)
+            waiting.append(request.request_id)
+        elif what == 2 and (left := chance.choice([waiting, running])):
+            programs.ended(left.pop(chance.randrange(len(left))), 2000, now)
+        elif what == 3:
+            programs.announced(name, now + 60.0, now)
+        else:
+            start()
+        check_books(programs)
+    for _ in range(300):
+        for each in running:
+            programs.ended(each, 60, now)
+        running.clear()
+        now += LEAK_S + 1
+        start()
+    assert not waiting
+    for each in running:
+        programs.ended(each, 60, now)
+    programs.came(turn("last"), now + 2 * ANNOUNCED_AT_MOST_S)
+    assert not len(programs) and not programs._held and list(programs._weights) == [""]
+
+
+def check_books(programs: Programs) -> None:
+    inside = programs._inside.values()
+    held = Counter[str]()
+    for each in inside:
+        held[each.tenant] += each.num_tokens
+    assert programs._held == held and set(held) <= set(programs._weights)
+    assert programs._active_tokens == sum(each.num_tokens for each in inside if each.num_active)
+    assert programs._num_active == sum(each.num_active for each in inside) == len(programs._program_of)
+    assert set(programs._program_of.values()) <= set(programs._inside)

@@ -18,7 +18,7 @@ from pypdf.generic import DictionaryObject, NameObject, StreamObject
 
 from gateway.documents import extraction
 from gateway.documents.extraction import UnreadableError, extract
-from gateway.documents.reader import DocumentReader
+from gateway.documents.reader import OWN_CHARS, DocumentReader
 from gateway.doors.api.document_reading import MOST_DOCUMENTS, read_documents
 from gateway.errors import GatewayError
 
@@ -139,6 +139,35 @@ def test_a_document_is_read_on_the_event_loop_that_servers_have() -> None:
     assert found.text == "High water."
 
 
+async def test_the_text_of_a_calls_documents_is_bounded_however_often_it_names_one() -> None:
+    """A file of a few kilobytes may have millions of characters, and stand in a body a thousand times."""
+    reader, named = DocumentReader(30, 512), {"type": "file", "file": {"file_data": PDF}}
+    await read_documents(reader, asked(*[named] * 5), "ann", 5 * len("High water."))
+    with pytest.raises(GatewayError, match="max_body_bytes") as caught:
+        await read_documents(reader, asked(*[named] * 6), "ann", 5 * len("High water."))
+    assert (caught.value.code, caught.value.param) == ("bad_request", "messages")
+
+
+@pytest.mark.parametrize("media_type", ["text/html; charset=utf-8", " TEXT/HTML", "text/html"])
+async def test_a_documents_type_counts_in_any_spelling(media_type: str) -> None:
+    body = asked(block(base64.b64encode(HTML).decode(), media_type))
+    await read_documents(DocumentReader(30, 512), body, "ann", MAX_CHARS)
+    assert "<p>" not in body["messages"][0]["content"][0]["source"]["data"]
+
+
+async def test_little_is_remembered_of_many_short_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.documents.reader.MAX_REMEMBERED_CHARS", 2 * OWN_CHARS + 100)
+    reader = DocumentReader(30, 512)
+    first = await reader.read(b"a", "text/plain", "ann")
+    for data in (b"b", b"c"):
+        await reader.read(data, "text/plain", "ann")
+    assert await reader.read(b"a", "text/plain", "ann") is not first
+    whole = await reader.read(pdf("High water."), "x" * 1_000_000 + "\0", "ann")
+    assert await reader.read(pdf("High water."), "", "ann") is whole, (
+        "what names no kind of text counts for nothing"
+    )
+
+
 async def test_many_documents_of_one_person_do_not_hold_up_others() -> None:
     reader, done = DocumentReader(30, 512), []
 
@@ -165,6 +194,7 @@ async def test_the_route_returns_text_of_the_body(gateway: Gateway) -> None:
 
 
 PDF = base64.b64encode(pdf("High water.")).decode()
+MAX_CHARS = 1 << 20
 AS_URL = f"data:application/pdf;base64,{PDF}"
 
 
@@ -182,7 +212,7 @@ async def test_documents_in_calls_become_text_in_the_form_of_each_api() -> None:
     reader = DocumentReader(30, 512)
     file = {"type": "file", "file": {"filename": "tides.pdf", "file_data": AS_URL}}
     chat = asked(file)
-    await read_documents(reader, chat, "ann")
+    await read_documents(reader, chat, "ann", MAX_CHARS)
     assert chat == asked({"type": "text", "text": "tides.pdf\nHigh water."})
     result = {
         "type": "function_call_output",
@@ -190,11 +220,11 @@ async def test_documents_in_calls_become_text_in_the_form_of_each_api() -> None:
         "output": [{"type": "input_file", "file_data": PDF}],
     }
     respond: Any = {"input": [result, {"role": "user", "content": "Well?"}]}
-    await read_documents(reader, respond, "ann")
+    await read_documents(reader, respond, "ann", MAX_CHARS)
     assert respond["input"][0]["output"] == [{"type": "input_text", "text": "High water."}]
     plain = block(base64.b64encode("ä".encode()).decode(), "text/plain")
     message = asked({"type": "tool_result", "tool_use_id": "x", "content": [block(PDF)]}, plain)
-    await read_documents(reader, message, "ann")
+    await read_documents(reader, message, "ann", MAX_CHARS)
     read = [{"type": "text", "media_type": "text/plain", "data": text} for text in ("High water.", "ä")]
     results, other = message["messages"][0]["content"]
     assert [results["content"][0]["source"], other["source"]] == read and other["title"] == "Tides"
@@ -220,13 +250,13 @@ async def test_what_is_no_document_stays_and_what_cannot_be_read_names_its_field
         asked({"type": "document", "source": {"type": "text", "data": "x"}}, {"type": "file", "file": None}),
     ):
         before = copy.deepcopy(body)
-        await read_documents(reader, body, "ann")
+        await read_documents(reader, body, "ann", MAX_CHARS)
         assert body == before
     scanned = base64.b64encode(pdf("")).decode()
     for part, said in ((block(scanned), "scanned"), (block("A"), "base64"), (block(""), "no document")):
         with pytest.raises(GatewayError, match=said) as caught:
-            await read_documents(reader, asked(part), "ann")
+            await read_documents(reader, asked(part), "ann", MAX_CHARS)
         assert (caught.value.code, caught.value.param) == ("bad_request", "messages")
     many = [block(base64.b64encode(str(number).encode()).decode()) for number in range(MOST_DOCUMENTS + 1)]
     with pytest.raises(GatewayError, match="at most"):
-        await read_documents(reader, asked(*many), "ann")
+        await read_documents(reader, asked(*many), "ann", MAX_CHARS)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import orjson
 import pytest
 
 from gateway.advisories.advisories import BURST, AdvisoryRequest
-from gateway.recognition.callers import MAX_HANDED, MAX_KEPT, Callers, handed_lines
+from gateway.recognition.callers import (
+    MAX_CHARS,
+    MAX_HANDED,
+    MAX_KEPT,
+    MAX_OPENING_CHARS,
+    Callers,
+    handed_lines,
+)
 from gateway.recognition.conversations import MAX_OF_ONE, Conversation, Conversations
 from gateway.recognition.fingerprints import MAX_IDS, PIECE_BYTES, ends_with_results, fingerprint, marks
 from gateway.recognition.recognition import Recognition, SessionCall
@@ -428,6 +436,12 @@ def test_a_call_whose_conversation_cannot_be_told_has_no_fingerprint(api: Any, b
     assert fingerprint(api, body) is None
 
 
+@pytest.mark.parametrize("kind", [["text"], {"a": 1}, 1, True])
+def test_a_part_of_no_kind_at_all_is_a_part_like_others(kind: Any) -> None:
+    parts = [{"type": "text", "text": "hi"}, {"type": kind, "text": "hi"}]
+    assert fingerprint("chat", {"messages": [{"role": "user", "content": parts}]}) is not None
+
+
 def test_what_passes_between_calls_makes_no_difference() -> None:
     plain = {"model": "m", "system": "Be brief.", "messages": [user("hi")]}
     marked = {
@@ -661,6 +675,16 @@ def test_arguments_without_a_line_of_their_own_hand_nothing_over(arguments: str)
     assert handed_lines([arguments]) == []
 
 
+@pytest.mark.parametrize(("num_before", "is_found"), [(2, True), (MAX_OPENING_CHARS // MAX_CHARS, False)])
+def test_of_a_long_beginning_only_the_first_lines_are_looked_through(num_before: int, is_found: bool) -> None:
+    """However short they are: a body of empty lines would hold up all others for a second."""
+    callers = Callers()
+    callers.went_away("ada", "s-1", handed_lines([orjson.dumps(TASK).decode()]))
+    parts = [{"type": "text", "text": text} for text in (*["\n" * MAX_CHARS] * num_before, TASK)]
+    found = callers.caller_of("ada", {"messages": [{"role": "user", "content": parts}]})
+    assert found == ("s-1" if is_found else "")
+
+
 def test_of_very_many_sessions_that_wait_the_oldest_are_forgotten() -> None:
     callers = Callers()
     for number in range(MAX_KEPT // MAX_HANDED + 2):
@@ -676,6 +700,19 @@ def test_of_very_many_sessions_that_wait_the_oldest_are_forgotten() -> None:
 def test_little_is_kept_of_arguments_that_are_large() -> None:
     texts = [f"{'a line that is long enough, number'} {number}" for number in range(10_000)]
     assert len(handed_lines([orjson.dumps({"all": texts}).decode()] * 3)) == MAX_HANDED
+
+
+@pytest.mark.parametrize(("num_chars", "is_read_inline"), [(10, True), (100_000, False)])
+async def test_a_long_history_is_read_on_a_thread_though_its_call_was_short(
+    parts: Parts, num_chars: int, is_read_inline: bool
+) -> None:
+    """It came packed, or as a document, or was stored."""
+    threads = ThreadPoolExecutor(1)
+    asyncio.get_running_loop().set_default_executor(threads)
+    recognition = Recognition(parts.advisories, parts.metrics)
+    asked = {"messages": [user("x" * num_chars)]}
+    await recognition.began("ada", "chat", {"Content-Length": "50"}, asked, None, "", is_named=False)
+    assert (not threads._threads) == is_read_inline
 
 
 @pytest.mark.parametrize(
