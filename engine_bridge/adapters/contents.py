@@ -13,13 +13,14 @@ from typing import Final
 from xxhash import xxh3_64
 
 from engine_bridge.adapters.config import CONFIG_FILE
-from engine_bridge.adapters.errors import AdapterRejected
+from engine_bridge.adapters.errors import AdapterRejected, quoted
 from engine_bridge.adapters.files import (
     CHUNK_BYTES,
     base_model_of,
     checksum_of,
     opened,
     opened_adapter,
+    own_tensors,
     signature_from,
 )
 from engine_bridge.adapters.header import WEIGHTS_FILE, Header, corrupt
@@ -45,8 +46,7 @@ Known = Callable[[str, str], tuple[str, int] | None]
 def contents_of(folder: Path, known: Known = lambda path, signature: None) -> AdapterContents:
     """Read all of an adapter, or its headers alone where the rest is known. For a worker thread: it waits for the disk. Raises AdapterRejected."""
     with opened_adapter(folder, sys.maxsize, lambda config: (), MAX_HEADER_BYTES) as (found, file):
-        num_bytes = found.sizes[WEIGHTS_FILE] - found.header.data_offset
-        hashes = known(str(folder), found.signature) or _hashes(file, found.head_digest, num_bytes)
+        hashes = known(str(folder), found.signature) or _hashes(file, found.head_digest, found.header)
         if found.signature != signature_from(os.stat(folder / CONFIG_FILE), os.fstat(file.fileno())):
             raise AdapterRejected(
                 "The adapter's files changed while they were read. Load it again.", code="changed"
@@ -59,21 +59,24 @@ def contents_of(folder: Path, known: Known = lambda path, signature: None) -> Ad
         sizes=found.sizes,
         signature=found.signature,
         rank=max(config["r"], *(config.get("rank_pattern") or {}).values(), 0),
-        num_bytes=num_bytes,
+        num_bytes=sum(entry.end - entry.begin for entry in own_tensors(found.header)),
         target_modules=_modules(found.header),
         base_model=base_model_of(config),
     )
 
 
-def _hashes(file: FileIO, head: bytes, num_bytes: int) -> tuple[str, int]:
-    """Return the content's hash and the weights' checksum. file: at the start of the weights."""
-    digest, checksum, left = hashlib.sha256(head), xxh3_64(), num_bytes
-    while left and (chunk := file.read(min(CHUNK_BYTES, left))):
-        digest.update(chunk)
-        checksum.update(chunk)
-        left -= len(chunk)
-    if left:
-        raise corrupt(f"it ends {left} bytes too early. Was it copied whole?")
+def _hashes(file: FileIO, head: bytes, header: Header) -> tuple[str, int]:
+    """Return the content's hash and the weights' checksum, as a node with the model does: what the base model has is passed over."""
+    digest, checksum = hashlib.sha256(head), xxh3_64()
+    for entry in own_tensors(header):
+        file.seek(header.data_offset + entry.begin)
+        left = entry.end - entry.begin
+        while left and (chunk := file.read(min(CHUNK_BYTES, left))):
+            digest.update(chunk)
+            checksum.update(chunk)
+            left -= len(chunk)
+        if left:
+            raise corrupt(f"it ends within {quoted(entry.name)}. Was it copied whole?")
     return digest.hexdigest(), checksum_of(checksum)
 
 
@@ -85,5 +88,5 @@ def read_piece(folder: Path, name: str, offset: int, num_bytes: int) -> bytes:
 
 
 def _modules(header: Header) -> tuple[str, ...]:
-    modules = {entry.name.partition(".lora_")[0] for entry in header.entries}
+    modules = {entry.name.partition(".lora_")[0] for entry in own_tensors(header)}
     return tuple(sorted({module.rpartition(".")[2] for module in modules}))

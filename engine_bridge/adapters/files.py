@@ -298,16 +298,20 @@ def _system_error(name: str, error: OSError) -> AdapterRejected:
     return AdapterRejected(text, code="adapter_not_found")
 
 
+def own_tensors(header: Header) -> Iterator[TensorSpan]:
+    """Yield the tensors that are the adapter's and not its base model's, in the order of their bytes: these are read, hashed and kept."""
+    return (entry for entry in header.entries if not entry.name.endswith(_BASE_SUFFIXES))
+
+
 # --- the tensors against the model -----------------------------------------------------------------------------------------------------
 
 
 def _tensors(header: Header, contract: ModelContract) -> Iterator[TensorInfo]:
     """Yield the adapter's own tensors, in the order of their bytes. Raises AdapterRejected, as `_tensor` does."""
     begin = 0
-    for entry in header.entries:
-        if not entry.name.endswith(_BASE_SUFFIXES):
-            yield _tensor(entry, header, begin, contract)
-            begin += entry.end - entry.begin
+    for entry in own_tensors(header):
+        yield _tensor(entry, header, begin, contract)
+        begin += entry.end - entry.begin
 
 
 def _tensor(entry: TensorSpan, header: Header, begin: int, contract: ModelContract) -> TensorInfo:

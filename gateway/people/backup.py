@@ -226,7 +226,10 @@ def _can_be_read(conn: sqlite3.Connection) -> bool:
 
 
 def _copy_with_log(source: Path, target: Path) -> None:
-    """Copy the files of a database that no server has open. Raises OSError, and StoreInUse where one has."""
+    """Copy the files of a database that no server has open. Raises OSError, and StoreInUse where one has.
+
+    What a killed process has left beside it belongs to it: SQLite adds the log, and takes back by the journal what was half written.
+    """
     held = None
     try:
         held = lock(source.with_name(SESSIONS_NAME))
@@ -235,7 +238,7 @@ def _copy_with_log(source: Path, target: Path) -> None:
     except StartupError:
         pass  # where nothing can be written no server runs either
     try:
-        for end in ("", "-wal"):
+        for end in ("", "-wal", "-journal"):
             _copy_if_there(source.with_name(source.name + end), target.with_name(target.name + end))
     finally:
         if held is not None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import ssl
-import sys
+import stat
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,11 +27,12 @@ class Certificate:
     def __init__(self, cert: Path, key: Path) -> None:
         """Read both files. Raises StartupError for files that are no certificate with its key.
 
-        OpenSSL asks at the terminal for the passphrase of a key that has one, as with `vllm serve`; without a terminal such a key is refused.
+        OpenSSL asks for the passphrase of a key that has one, as with `vllm serve`: at the terminal, or without one by reading standard input. Where
+        nobody can answer such a key is refused.
         """
         self._cert, self._key = cert, key
         self._seen = self._signatures()
-        self.context = self._newest = self._read(may_ask=sys.stdin.isatty())
+        self.context = self._newest = self._read(may_ask=_may_tell())
         self.context.sni_callback = self._use_newest
 
     def _use_newest(self, connection: ssl.SSLObject, *_: object) -> None:
@@ -50,7 +52,7 @@ class Certificate:
 
     def _refuse_to_ask(self) -> NoReturn:
         raise StartupError(
-            f"ssl_keyfile: {self._key} has a passphrase, which a server without a terminal, or one that runs, asks nobody for. "
+            f"ssl_keyfile: {self._key} has a passphrase, which a server without a terminal or a pipe, or one that runs, asks nobody for. "
             f"Take it off: openssl pkey -in {self._key} -out FILE"
         )
 
@@ -70,6 +72,14 @@ class Certificate:
         self._newest = self._read(may_ask=False)
         self._seen = found
         return True
+
+
+def _may_tell() -> bool:
+    """Return whether standard input may tell a passphrase: a terminal, a file or a pipe, unlike the /dev/null of a service."""
+    try:
+        return os.isatty(0) or not stat.S_ISCHR(os.fstat(0).st_mode)
+    except OSError:
+        return False
 
 
 CERTIFICATE = web.AppKey("certificate", Certificate)

@@ -18,8 +18,10 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from engine_bridge.adapters import files as adapter_files
 from engine_bridge.adapters.config import ranks_of
+from engine_bridge.adapters.contents import contents_of
 from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.adapters.files import AdapterFiles, ModelContract, check_finite, inspect, read
+from engine_bridge.adapters.store import AdapterStore
 from tests import adapter_corpus as corpus
 from tests.adapter_corpus import CONFIG_FILE, WEIGHTS_FILE, Tensor, Tensors, make_adapter, names_of
 from tests.unit.cluster import catalog_node
@@ -99,6 +101,12 @@ def test_weights_of_the_base_model_are_passed_over(folder: Path, monkeypatch: py
     plain, right = load(make_adapter(folder, **kinds))
     files, buffer = load(make_adapter(folder, **kinds, edit=with_base_layers))
     assert buffer == right and tensors_of(files, buffer) == tensors_of(plain, right)
+    # Who passes adapters on, or copies them, knows no model, and must find the same content.
+    found = contents_of(folder)
+    assert found.content_hash == adapter_files.content_hash(files, memoryview(buffer))
+    assert (found.num_bytes, found.target_modules) == (files.num_bytes, files.target_modules)
+    assert found.checksum == read(files, memoryview(buffer))
+    AdapterStore(folder.parent / "copies").copy(found.content_hash, folder)
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])

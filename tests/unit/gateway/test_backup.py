@@ -25,6 +25,7 @@ from gateway.errors import StartupError
 from gateway.metrics.metrics import Metrics
 from gateway.people.backup import DATABASES, back_up, restore
 from gateway.people.estate import SESSIONS_NAME
+from gateway.people.ledger import NAME as LEDGER
 from gateway.people.roll import read_roll
 from gateway.settings.config import Config
 from gateway.turns.protocol import Message
@@ -232,6 +233,22 @@ def test_data_on_a_disk_that_takes_no_new_file_is_backed_up(copy: Path, tmp_path
     with closing(sqlite3.connect(to / SESSIONS_NAME)) as conn:
         assert conn.execute("SELECT text FROM later").fetchall() == [("said last",)]
     assert not list(to.glob("*-wal")) and not list(to.glob("*-shm"))
+
+
+def test_what_a_killed_process_has_half_written_is_taken_back_in_the_copy(copy: Path, tmp_path: Path) -> None:
+    file, to = tmp_path / "data" / LEDGER, tmp_path / "backup"
+    code = (
+        f"import os, sqlite3\nconn = sqlite3.connect({str(file)!r}, isolation_level=None)\n"
+        "conn.execute('CREATE TABLE many (number, text)')\n"
+        "conn.executemany('INSERT INTO many VALUES (?, ?)', [(1, 'x' * 500)] * 2000)\n"
+        "conn.execute('PRAGMA cache_size = 2')\nconn.execute('BEGIN')\nconn.execute('UPDATE many SET number = 2')\nos.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=False)
+    assert file.with_name(f"{LEDGER}-journal").stat().st_size > 0
+    back_up(tmp_path / "data", None, to)
+    with closing(sqlite3.connect(to / LEDGER)) as conn:
+        assert conn.execute("SELECT number, count(*) FROM many GROUP BY number").fetchall() == [(1, 2000)]
+    assert not list(to.glob("*-journal"))
 
 
 def test_a_restore_that_is_killed_leaves_no_half_database(copy: Path, tmp_path: Path) -> None:

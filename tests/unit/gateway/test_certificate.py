@@ -120,6 +120,31 @@ def test_a_key_with_a_passphrase_is_refused_and_no_terminal_asked_for_it(tmp_pat
     assert asked.stderr.count("has a passphrase") == 3, asked.stderr
 
 
+def test_a_passphrase_is_read_from_a_pipe_where_there_is_no_terminal(tmp_path: Path) -> None:
+    """As `vllm serve` does: `pass show key | overture serve …` in a container."""
+    used = certified(tmp_path, "used", "127.0.0.1")
+    Path(used.key).write_bytes(
+        load_pem_private_key(Path(used.key).read_bytes(), None).private_bytes(
+            Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")
+        )
+    )
+    code = (
+        "from pathlib import Path\nfrom gateway.doors.http.certificate import Certificate\n"
+        f"Certificate(Path({used.cert!r}), Path({used.key!r}))"
+    )
+    for said, fits in (("secret\n", True), ("another\n", False), ("", False)):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            input=said,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            timeout=20,
+            text=True,
+        )
+        assert (done.returncode == 0) is fits, done.stderr
+        assert fits or "StartupError" in done.stderr
+
+
 def fails(*_: object, **__: object) -> None:
     """Open a file when there are too many."""
     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
