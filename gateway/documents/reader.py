@@ -37,6 +37,7 @@ class DocumentReader:
         self._turns_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         # By sender, digest and media type: nobody learns from a reader's haste what others have sent.
         self._read: OrderedDict[tuple[str, bytes, str], Document] = OrderedDict()
+        self._num_chars = 0
 
     async def read(self, data: bytes, media_type: str, sender: str = "") -> Document:
         """Return the text of a document.
@@ -66,14 +67,20 @@ class DocumentReader:
             raise _refusal("The document could not be read: reading it failed.") from error
         if found.document is None:
             raise _refusal(found.fault)
-        self._read[key] = found.document
-        while sum(len(each.text) + OWN_CHARS for each in self._read.values()) > MAX_REMEMBERED_CHARS:
-            self._read.popitem(last=False)
+        self._remember(key, found.document)
         return found.document
+
+    def _remember(self, key: tuple[str, bytes, str], document: Document) -> None:
+        self._read[key] = document
+        self._num_chars += len(document.text) + OWN_CHARS
+        while self._num_chars > MAX_REMEMBERED_CHARS:
+            _, oldest = self._read.popitem(last=False)
+            self._num_chars -= len(oldest.text) + OWN_CHARS
 
     def forget(self, sender: str) -> None:
         """Forget what was read for a sender."""
-        self._read = OrderedDict((key, each) for key, each in self._read.items() if key[0] != sender)
+        for key in [key for key in self._read if key[0] == sender]:
+            self._num_chars -= len(self._read.pop(key).text) + OWN_CHARS
 
     async def _ask(self, data: bytes, media_type: str) -> bytes:
         """Return what a new helper process says of a document. Raises GatewayError."""

@@ -166,6 +166,10 @@ async def test_little_is_remembered_of_many_short_documents(monkeypatch: pytest.
     assert await reader.read(pdf("High water."), "", "ann") is whole, (
         "what names no kind of text counts for nothing"
     )
+    reader.forget("ann")
+    kept = [await reader.read(data, "text/plain", "ann") for data in (b"b", b"c")]
+    again = [await reader.read(data, "text/plain", "ann") for data in (b"b", b"c")]
+    assert [each is before for each, before in zip(again, kept, strict=True)] == [True, True]
 
 
 async def test_many_documents_of_one_person_do_not_hold_up_others() -> None:
