@@ -38,6 +38,13 @@ sys.stdin.read()
 """
 
 
+def command_of(guarding: subprocess.Popen[bytes]) -> int:
+    """The number of the process that the guard started itself; strays are its children, too, and may have lower numbers."""
+    children = [child.pid for child in psutil.Process(guarding.pid).children()]
+    [command] = [pid for pid in children if os.getsid(pid) == os.getsid(guarding.pid)]
+    return command
+
+
 @contextmanager
 def guarded(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Watched, int]]:
     """A guard, the stray under it, and the pipe whose end is the gateway's."""
@@ -77,7 +84,7 @@ def test_strays_end_when_the_command_has_ended(folder: Path, has_lost_gateway: b
 def test_signals_of_a_terminal_do_not_end_a_guard_but_one_byte_ends_all_of_it(tmp_path: Path) -> None:
     """It and what runs under it have a group of their own, in the session of their starter."""
     with guarded(tmp_path) as (process, stray, held):
-        command = psutil.Process(process.pid).children()[0].pid
+        command = command_of(process)
         assert os.getpgid(process.pid) == os.getpgid(command) == process.pid != os.getpgrp()
         assert os.getsid(process.pid) == os.getsid(command) == os.getsid(0)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -89,7 +96,7 @@ def test_signals_of_a_terminal_do_not_end_a_guard_but_one_byte_ends_all_of_it(tm
 
 def test_what_a_dead_guard_left_can_be_cleared(folder: Path) -> None:
     with guarded(folder) as (process, stray, _):
-        command = Watched(psutil.Process(process.pid).children()[0].pid)
+        command = Watched(command_of(process))
         process.kill()
         process.wait(PATIENCE_S)
         guard.clear(str(folder))
