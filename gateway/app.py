@@ -40,8 +40,8 @@ from gateway.commands.remedies import of_start_error
 from gateway.doors.api import (
     batch_routes,
     conversation_routes,
-    embedding_routes,
     openai_routes,
+    pooling_routes,
     response_routes,
     vllm_routes,
 )
@@ -86,9 +86,9 @@ from gateway.metrics.scheduling import GrammarCollector, SchedulingCollector, To
 from gateway.nodes import engine_process
 from gateway.nodes.adapter_sync import AdapterSync
 from gateway.nodes.cluster import make_placement
-from gateway.nodes.embedding_process import EmbeddingModel, embedding_engine
 from gateway.nodes.known_nodes import nodes_of
 from gateway.nodes.maintenance import NodeMaintenance
+from gateway.nodes.pooling_process import models_beside
 from gateway.nodes.router import Router
 from gateway.packages import CPU_BUILD, installed
 from gateway.people.audit import NAME as audit_file
@@ -117,7 +117,7 @@ DOORS = (
         sessions,
         openai_routes,
         batch_routes,
-        embedding_routes,
+        pooling_routes,
         response_routes,
         conversation_routes,
         vllm_routes,
@@ -194,7 +194,8 @@ async def build_services(
     advisories = Advisories(node, store, metrics, drafts, may_hurry=config.client_priority)
     budgets = await _make_budgets(config, metrics, keys)
     used, audit = await Usage.open(config, keys, metrics, data_dir), AuditLog(data_dir / audit_file)
-    traces, embeddings = _traces(config), await asyncio.to_thread(_make_embeddings, config)
+    traces = _traces(config)
+    beside = models_beside(config, (await asyncio.to_thread(engine_config, config)).device)
     turns = Turns(
         node,
         store,
@@ -227,7 +228,8 @@ async def build_services(
         NodeMaintenance(nodes_of(node), config.drain_timeout_s),
         _tell_of(node, metrics, keys if config.metrics_by_user else None),
         traces,
-        embeddings,
+        beside.get("embeddings"),
+        beside.get("rerank"),
         await asyncio.to_thread(OidcProvider.of, config),
     )
 
@@ -247,13 +249,6 @@ async def _read_keys(config: Config) -> KeyRing:
             "no key is an operator's: nobody can read /metrics (make one: overture users add --operator)"
         )
     return keys
-
-
-def _make_embeddings(config: Config) -> EmbeddingModel | None:
-    if config.embedding_model is None:
-        return None
-    engine = embedding_engine(config, engine_config(config).device)
-    return EmbeddingModel(engine, config.log_format, config.log_level)
 
 
 async def _make_budgets(config: Config, metrics: Metrics, keys: KeyRing) -> RequestBudgets:
@@ -425,8 +420,8 @@ class Server:
         await _done("what was learned of agents", services.learned.save())
         await _done("what people used", services.usage.close())
         await _done("the audit log", services.audit.write())
-        if services.embeddings is not None:
-            await _done("the embedding model", services.embeddings.close())
+        for model in services.models_beside:
+            await _done(f"the model {model.name}", model.close())
         await _done("the node", services.node.close())
         await _done("the session database", services.store.close())
         await _done("the traces", asyncio.to_thread(services.traces.close))

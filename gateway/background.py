@@ -45,8 +45,8 @@ async def work_beside(app: web.Application) -> AsyncIterator[None]:
     if (certificate := app.get(CERTIFICATE)) is not None:
         watches["certificate"] = lambda: follow_certificate(certificate)
     tasks = [asyncio.create_task(_kept_up(name, watch), name=name) for name, watch in watches.items()]
-    if services.embeddings is not None:
-        tasks.append(asyncio.create_task(services.embeddings.start_behind(services.node), name="embeddings"))
+    for model in services.models_beside:
+        tasks.append(asyncio.create_task(model.start_behind(services.node), name=model.name))
     yield
     for task in tasks:
         task.cancel()

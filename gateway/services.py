@@ -23,8 +23,8 @@ from gateway.errors import GatewayError
 from gateway.hints.kv_hints import KvHints
 from gateway.metrics.metrics import Metrics
 from gateway.metrics.nodes import NodeCollector
-from gateway.nodes.embedding_process import EmbeddingModel
 from gateway.nodes.maintenance import NodeMaintenance
+from gateway.nodes.pooling_process import PoolingModel
 from gateway.people.audit import AuditLog, Entry
 from gateway.people.erasures import Erasures
 from gateway.people.named_by_proxy import NAMED_BY_PROXY
@@ -103,7 +103,8 @@ class Services:
     maintenance: NodeMaintenance
     node_metrics: NodeCollector
     traces: Traces = NO_TRACES
-    embeddings: EmbeddingModel | None = None
+    embeddings: PoolingModel | None = None
+    reranker: PoolingModel | None = None
     oidc: OidcProvider | None = None
     calls: OpenCalls = field(default_factory=OpenCalls)
     background: BackgroundResponses = field(default_factory=BackgroundResponses)
@@ -112,6 +113,11 @@ class Services:
     upgrading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(UPGRADES_AT_ONCE))
     look_at_keys: asyncio.Event = field(default_factory=asyncio.Event)  # set: read the key file now
     reading_keys: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def models_beside(self) -> list[PoolingModel]:
+        """The models that are served beside the chat model."""
+        return [model for model in (self.embeddings, self.reranker) if model is not None]
 
     def __post_init__(self) -> None:
         self.recognition = Recognition(self.advisories, self.metrics)

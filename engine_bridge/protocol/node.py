@@ -32,12 +32,15 @@ Api = Literal[
     "detokenize",
     "tokenizer_info",
     "embeddings",
+    "rerank",
+    "score",
 ]
 # Calls that generate nothing: they belong to no conversation and leave nothing behind.
 COUNTING_APIS: frozenset[Api] = frozenset(
     ("count_tokens", "input_tokens", "tokenize", "detokenize", "tokenizer_info")
 )
-
+# Calls that models beside the chat model answer.
+POOLING_APIS: frozenset[Api] = frozenset(("embeddings", "rerank", "score"))
 
 TOKEN_ID_BYTES = 4
 

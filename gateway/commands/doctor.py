@@ -52,6 +52,11 @@ _SWITCHES: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
         "it is off unless --learned-advisories is given",
     ),
     ("embeddings", lambda config: config.embedding_model is None, "no --embedding-model is given"),
+    (
+        "scores of texts",
+        lambda config: config.rerank_model is None and config.embedding_model is None,
+        "no --rerank-model is given",
+    ),
     ("drafts", lambda config: not config.draft_prefill, "it is off unless --draft-prefill is given"),
 )
 

@@ -10,7 +10,7 @@ from functools import partial
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from engine_bridge.engine_metrics import own_metrics
-from engine_bridge.protocol.node import AdvisoryReport, Delta, Dropped
+from engine_bridge.protocol.node import AdvisoryReport, Api, Delta, Dropped
 from gateway.recognition.runs import PromptTokens
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
@@ -68,14 +68,21 @@ class Metrics:
         )
 
     def _count_embeddings(self) -> None:
-        self.embedding_tokens = self._counter(
-            "overture_embedding_prompt_tokens", "Tokens of inputs that were embedded"
+        self._pooling = tuple(
+            (
+                self._counter(f"overture_{name}_prompt_tokens", f"Tokens of inputs that were {done}"),
+                self._histogram(
+                    f"overture_{name}_seconds",
+                    f"Time of calls for {what}, also of those that were refused",
+                    buckets=TTFT_BUCKETS_S,
+                ),
+            )
+            for name, done, what in (("embedding", "embedded", "embeddings"), ("scoring", "scored", "scores"))
         )
-        self.embedding_s = self._histogram(
-            "overture_embedding_seconds",
-            "Time of calls for embeddings, also of those that were refused",
-            buckets=TTFT_BUCKETS_S,
-        )
+
+    def pooling(self, api: Api) -> tuple[Counter, Histogram]:
+        """Return the tokens and seconds of calls for embeddings, or of those for scores."""
+        return self._pooling[api != "embeddings"]
 
     def _count_connections(self) -> None:
         self.sockets = self._gauge("overture_sockets", "Chat sockets open")

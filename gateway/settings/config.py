@@ -209,13 +209,23 @@ class Config(ToolSettings, frozen=True, kw_only=True):
     embedding_model_name: Annotated[
         str, in_embeddings("Name that clients use for it; empty: the last part of its path.")
     ] = ""
+    rerank_model: Annotated[
+        NonEmpty | None,
+        in_embeddings(
+            "Folder of a model that scores texts, or its name on a model hub: it answers /rerank and /score, in a process of its own. "
+            "Unset: the embedding model answers them."
+        ),
+    ] = None
+    rerank_model_name: Annotated[
+        str, in_embeddings("Name that clients use for it; empty: the last part of its path.")
+    ] = ""
     embedding_threads: Annotated[
-        int, in_embeddings("Processor cores that its process may use: the first ones.", ge=1)
+        int, in_embeddings("Processor cores that each of these processes may use: the first ones.", ge=1)
     ] = 1
     embedding_kv_cache_gib: Annotated[
         PositiveNumber,
         in_embeddings(
-            "Memory for what it keeps of inputs while it reads them, in GiB: the longest input is what fits."
+            "Memory for what each keeps of inputs while it reads them, in GiB: the longest input is what fits."
         ),
     ] = 0.5
 
@@ -356,9 +366,11 @@ class Config(ToolSettings, frozen=True, kw_only=True):
         if not self.served_model_name:
             name = DEMO_MODEL_NAME if self.is_demo_model else self.model.rstrip("/").rsplit("/", 1)[-1]
             msgspec.structs.force_setattr(self, "served_model_name", name)
-        if self.embedding_model is not None and not self.embedding_model_name:
-            name = self.embedding_model.rstrip("/").rsplit("/", 1)[-1]
-            msgspec.structs.force_setattr(self, "embedding_model_name", name)
+        for setting_name in ("embedding_model", "rerank_model"):
+            path: str | None = getattr(self, setting_name)
+            if path is not None and not getattr(self, f"{setting_name}_name"):
+                name = path.rstrip("/").rsplit("/", 1)[-1]
+                msgspec.structs.force_setattr(self, f"{setting_name}_name", name)
         if self.adapters_dir is None and self.is_demo_model:
             msgspec.structs.force_setattr(self, "adapters_dir", DEMO_ADAPTERS_DIR)
         if self.cluster_token_file is None:

@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -97,7 +97,9 @@ def _check(config: Config) -> None:
     """Check what involves more than one setting or a file: missing files, and settings that exclude each other."""
     _check_cluster(config)
     _check_engine(config)
-    _check_embeddings(config)
+    others: dict[str, Sequence[str]] = {"chat": config.model_names}
+    _check_beside(config, "embedding_model", others)
+    _check_beside(config, "rerank_model", others | {"embedding": [config.embedding_model_name]})
     for name in (
         "cluster_cert",
         "cluster_key",
@@ -242,21 +244,23 @@ def _check_names(names: Iterable[str]) -> None:
             raise ValueError(f"no model may be called {quoted(name)}: the name {problem}")
 
 
-def _check_embeddings(config: Config) -> None:
-    model, name = config.embedding_model, config.embedding_model_name
+def _check_beside(config: Config, setting_name: str, others: Mapping[str, Sequence[str]]) -> None:
+    """Check the model of this setting, which is served beside models of other names."""
+    model, name = getattr(config, setting_name), getattr(config, f"{setting_name}_name")
     if model is None:
         return
-    source = config.sources.get("embedding_model", "default")
+    source = config.sources.get(setting_name, "default")
     if model.startswith((".", "/", "~")) and not (Path(model) / "config.json").is_file():
-        raise ConfigError(f"embedding_model: there is no model in {model}: no config.json ({source})")
+        raise ConfigError(f"{setting_name}: there is no model in {model}: no config.json ({source})")
     try:
         _check_names([name])
     except ValueError as error:
-        raise ConfigError(f"embedding_model_name: {error}") from error
-    if name in config.model_names:
-        raise ConfigError(
-            f"embedding_model_name: the chat model is called {name}, too: name one of them otherwise"
-        )
+        raise ConfigError(f"{setting_name}_name: {error}") from error
+    for whose, names in others.items():
+        if name in names:
+            raise ConfigError(
+                f"{setting_name}_name: the {whose} model is called {name}, too: name one of them otherwise"
+            )
 
 
 def _check_folders(lora_modules: Iterable[str]) -> None:
@@ -387,7 +391,7 @@ def _convert(setting: Setting, raw: Any, where: str, base: Path, *, strict: bool
         raise ConfigError(f"{where}: expected {setting.expected}{got}") from error
     if isinstance(value, Path):
         return base / value
-    if setting.name in ("model", "embedding_model"):
+    if setting.name in ("model", "embedding_model", "rerank_model"):
         return _find_model(value, base)
     if setting.name == "chat_template" and value is not None and not is_template(value):
         return str(base / Path(value).expanduser())

@@ -104,7 +104,7 @@ REFUSED: Mapping[str, str] = {
     "--anthropic-disabled-thinking-effort": "it is found out from the chat template",
     "--enable-scale-out": "prompts are rendered where they are answered; for several engines give --nodes",
     "--grpc-port": "the server speaks HTTP and websockets",
-    "--enable-flash-late-interaction": "the model generates text; one for embeddings comes beside it: --embedding-model",
+    "--enable-flash-late-interaction": "the model generates text; one for embeddings or scores comes beside it: --embedding-model, --rerank-model",
 } | {
     flag: why
     for flags, why in (

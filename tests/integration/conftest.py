@@ -62,7 +62,7 @@ ALONE = (
 # tests' own process, so they may come before all.
 FIRST = ("test_correct.py", "test_process.py", "test_ray.py", "test_wheels.py")
 # And of those with the shared engine.
-LONG = ("test_router.py", "test_embeddings.py", "test_docs.py")
+LONG = ("test_router.py", "test_pooling.py", "test_docs.py")
 
 COLLECTOR = {"freeze": gc.freeze, "unfreeze": gc.unfreeze}
 

@@ -115,9 +115,18 @@ async def test_the_document_is_valid_and_its_examples_work(http: Http) -> None:
         assert fields["priority"]["anyOf"][0]["minimum"] == 0
     for path, item in found["paths"].items():
         body = item.get("post", {}).get("requestBody")
-        # Whose example names a folder of somebody's, or whose path a node, or which another model answers (test_embeddings.py), or whose
+        # Whose example names a folder of somebody's, or whose path a node, or which another model answers (test_pooling.py), or whose
         # body is a file (test_pictures.py, test_documents.py in tests/unit/gateway), or which takes a key file (test_people_rest.py there).
-        elsewhere = ("lora_adapter", "/embeddings", "/pictures", "/documents", "/admin/people", "/sign-in")
+        elsewhere = (
+            "lora_adapter",
+            "/embeddings",
+            "/rerank",
+            "/score",
+            "/pictures",
+            "/documents",
+            "/admin/people",
+            "/sign-in",
+        )
         if body is None or path.endswith(elsewhere) or "{" in path:
             continue
         example = body["content"]["application/json"]["example"]

@@ -11,6 +11,7 @@ from engine_bridge.driver import vllm_api
 from engine_bridge.driver.apis.bodies import SERVER_FIELDS
 from engine_bridge.driver.apis.responses import InputTokens
 from engine_bridge.driver.apis.tokenize_request import TokenizeBody
+from engine_bridge.driver.pooling.serving import ScoreBody
 from engine_bridge.protocol.node import SCHEMA_REFERENCE, ApiSchemas
 
 REQUESTS: Mapping[str, Any] = {
@@ -23,6 +24,8 @@ REQUESTS: Mapping[str, Any] = {
     "tokenize": TokenizeBody,
     "detokenize": vllm_api.DetokenizeRequest,
     "embeddings": vllm_api.EmbeddingCompletionRequest,
+    "rerank": vllm_api.RerankRequest,
+    "score": ScoreBody,
     "load_adapter": vllm_api.LoadLoRAAdapterRequest,
     "unload_adapter": vllm_api.UnloadLoRAAdapterRequest,
 }
@@ -37,6 +40,8 @@ REPLIES: Mapping[str, Any] = {
     "detokenize": vllm_api.DetokenizeResponse,
     "tokenizer_info": vllm_api.TokenizerInfoResponse,
     "embeddings": vllm_api.EmbeddingResponse,
+    "rerank": vllm_api.RerankResponse,
+    "score": vllm_api.ScoreResponse,
     "models": vllm_api.ModelList,
     "model": vllm_api.ModelCard,
 }

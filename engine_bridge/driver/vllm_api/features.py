@@ -148,7 +148,11 @@ MODEL_CLASSES = Feature(
 )
 REPORT = Feature("reasons of waiting", "metrics and the engine's page do not say why requests wait")
 PROFILING = Feature("overture profile", "this machine cannot be measured", at_start=False)
-EMBEDDINGS = Feature("embeddings", "no embedding model can be served (--embedding-model)", at_start=False)
+EMBEDDINGS = Feature(
+    "embeddings",
+    "no model for embeddings or scores can be served (--embedding-model, --rerank-model)",
+    at_start=False,
+)
 BENCHES = Feature("benches", "vLLM's own scheduler cannot be measured beside ours", at_start=False)
 
 FEATURES = tuple(each for each in list(globals().values()) if isinstance(each, Feature))

@@ -2,7 +2,7 @@
 
 from engine_bridge.driver.vllm_api.uses import owners
 
-# The names that an embedding model needs beyond those above.
+# The names that a model for embeddings or scores needs beyond those above.
 EMBEDDING_SIDE = owners("""
 vllm.v1.engine.llm_engine:LLMEngine EMBEDDINGS
     call add_request(request_id, prompt, params, *, priority)
@@ -15,15 +15,20 @@ vllm.renderers.chat_utils:ChatTemplateConfig EMBEDDINGS
 vllm.entrypoints.pooling.base.serving:PoolingBaseServing EMBEDDINGS
     call __call__(request, raw_request)
     look up in __call__: _prepare_generators
-    look up in _postprocessing: _build_response
     look up in _prepare_generators: encode
 vllm.entrypoints.pooling.embed.serving:ServingEmbedding EMBEDDINGS
     call __init__(engine_client, models, *, request_logger, chat_template_config)
-    override _build_response(ctx)
-vllm.entrypoints.pooling.typing:PoolingServeContext EMBEDDINGS
-    read final_res_batch
+vllm.entrypoints.pooling.scoring.serving:ServingScores EMBEDDINGS
+    call __init__(engine_client, models, *, supported_tasks, enable_flash_late_interaction, request_logger, chat_template_config)
+vllm.entrypoints.pooling.utils EMBEDDINGS
+    call enable_scoring_api(supported_tasks, model_config)
 vllm.entrypoints.pooling.embed.protocol:EmbeddingCompletionRequest EMBEDDINGS
 vllm.entrypoints.pooling.embed.protocol:EmbeddingResponse EMBEDDINGS
+vllm.entrypoints.pooling.scoring.protocol EMBEDDINGS
+    read ScoreRequest
+vllm.entrypoints.pooling.scoring.protocol:RerankRequest EMBEDDINGS
+vllm.entrypoints.pooling.scoring.protocol:RerankResponse EMBEDDINGS
+vllm.entrypoints.pooling.scoring.protocol:ScoreResponse EMBEDDINGS
 """)
 # The names that benches use beyond the server: vLLM's own queues, loading and arithmetic, to be measured beside ours.
 BENCH_SIDE = owners("""

@@ -38,8 +38,13 @@ def check_call(api: Api, body: Any, *, max_messages: int, max_sequences: int) ->
     _check_sequences(api, body, max_sequences)
 
 
-def check_inputs(body: Any, *, max_inputs: int, max_chars: int) -> None:
-    """Raise InvalidRequest for a call for embeddings with too many inputs, or with an input too long (`max_chars`) to be split into tokens.
+# The fields of a call that hold its texts, one or a list of them.
+_INPUTS = {"embeddings": ("input",), "rerank": ("query", "documents")}
+_SCORED = ("queries", "documents", "items", "data_1", "data_2", "text_1", "text_2")
+
+
+def check_inputs(api: Api, body: Any, *, max_inputs: int, max_chars: int) -> None:
+    """Raise InvalidRequest for a call for embeddings or scores with too many inputs, or with one too long (`max_chars`) to be split into tokens.
 
     Malformed fields are left for vLLM to explain, but for the form of the reply: it is JSON.
     """
@@ -51,14 +56,16 @@ def check_inputs(body: Any, *, max_inputs: int, max_chars: int) -> None:
             "The embeddings come as `float` or as `base64`: set encoding_format to one of them.",
             param="encoding_format",
         )
-    inputs = body.get("input")
-    if not isinstance(inputs, list) or (inputs and isinstance(inputs[0], int)):
-        inputs = [inputs]  # one text, or the token ids of one
-    if len(inputs) > max_inputs:
-        raise too_much("Number of inputs", len(inputs), max_inputs, "max_embedding_inputs", "input")
-    check_prompt_chars(
-        max((len(each) for each in inputs if isinstance(each, str)), default=0), max_chars, "input"
-    )
+    for field in _INPUTS.get(api, _SCORED):
+        inputs = body.get(field)
+        if not isinstance(inputs, list) or (inputs and isinstance(inputs[0], int)):
+            inputs = [inputs]  # one text, or the token ids of one
+        if len(inputs) > max_inputs:
+            raise too_much("Number of inputs", len(inputs), max_inputs, "max_embedding_inputs", field)
+        if api != "embeddings" and any(isinstance(each, dict) for each in inputs):
+            raise InvalidRequest("This server scores texts only, no pictures.", param=field)
+        longest = max((len(each) for each in inputs if isinstance(each, str)), default=0)
+        check_prompt_chars(longest, max_chars, field)
 
 
 def _check_sequences(api: Api, body: dict[str, Any], limit: int) -> None:

@@ -91,20 +91,22 @@ def _check_size(services: Services, api: Api, body: Any) -> None:
 
 
 def _refuse(services: Services, api: Api, body: Any) -> None:
-    """Raise GatewayError for a call that asks the embedding model for an answer, or whose conversation the server is to hold (`thread`).
+    """Raise GatewayError for a call that asks a model beside the chat model for an answer, or whose conversation the server is to hold (`thread`).
 
     Of such a conversation later calls would come without what was said before. Tool runners of Anthropic's SDKs ask for it, and send whole
     conversations where the server cannot. Source: SDK for Python 2.14, `_thread_state`.
     """
     if not isinstance(body, dict):
         return
-    other = services.embeddings
-    if other is not None and body.get("model") == other.name:
-        raise GatewayError(
-            "bad_request",
-            f"The model `{other.name}` makes embeddings only (POST /v1/embeddings). Ask `{services.config.served_model_name}`.",
-            param="model",
-        )
+    for other in services.models_beside:
+        if body.get("model") == other.name:
+            does = (
+                "makes embeddings only (POST /v1/embeddings)"
+                if other is services.embeddings
+                else "scores texts only (POST /rerank)"
+            )
+            message = f"The model `{other.name}` {does}. Ask `{services.config.served_model_name}`."
+            raise GatewayError("bad_request", message, param="model")
     if api == "messages" and body.get("thread") is not None:
         raise GatewayError(
             "bad_request",
@@ -433,15 +435,18 @@ async def models(request: web.Request) -> web.Response:
 async def _models(request: web.Request) -> dict[str, Any]:
     """Return the body of `/v1/models`. vLLM's `root` is a path on this machine, which only operators see: others get the name again.
 
-    Anthropic's API has no embeddings, so its clients are not told of the model for them.
+    Anthropic's API has no embeddings and no scores, so its clients are not told of the models for them.
     """
     services = request.app[SERVICES]
     principal = services.admit(request)
     shown: dict[str, Any] = orjson.loads((await services.node.models()).body)
-    if (other := services.embeddings) is not None and not speaks_anthropic(request):
+    if not speaks_anthropic(request):
         # Behind all others: clients that take the first one want to chat.
-        own = {"id": other.name, "root": other.path, "max_model_len": other.max_model_len or None}
-        shown["data"].append(shown["data"][0] | own)
+        shown["data"] += [
+            shown["data"][0]
+            | {"id": other.name, "root": other.path, "max_model_len": other.max_model_len or None}
+            for other in services.models_beside
+        ]
     if not services.keys.is_operator(principal):
         for card in shown["data"]:
             card["root"] = card["id"]

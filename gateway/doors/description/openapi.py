@@ -16,7 +16,7 @@ import msgspec
 import orjson
 from aiohttp import web
 
-from engine_bridge.protocol.node import COUNTING_APIS, SCHEMA_REFERENCE, ApiSchemas
+from engine_bridge.protocol.node import COUNTING_APIS, POOLING_APIS, SCHEMA_REFERENCE, ApiSchemas
 from gateway.advisories.advisories import Envelope
 from gateway.doors.description.bodies import AnthropicError, Error
 from gateway.doors.description.operation import TAGS, Body, EngineBody, Operation, ReplyShape, Shape
@@ -136,7 +136,8 @@ class _Shapes:
         # By way of JSON: msgspec leaves defaults as they are in Python, tuples for one.
         self.components: dict[str, Any] = orjson.loads(orjson.dumps(own)) | schemas.components
         for operation in OPERATIONS:
-            if operation.is_model_call:
+            # Models beside the chat model have no queue of ours, and their calls no session.
+            if operation.is_model_call and operation.name in schemas.requests.keys() - POOLING_APIS:
                 name = schemas.requests[operation.name]
                 self.components[name] = self._with_own_fields(
                     self.components[name], operation, lowest_priority

@@ -84,12 +84,18 @@ _READY = {
 
 
 def _call(
-    name: str, path: str, summary: str, example: dict[str, Any], description: str = "", whole: str = ""
+    name: str,
+    path: str,
+    summary: str,
+    example: dict[str, Any],
+    description: str = "",
+    whole: str = "",
+    api: str = "",
 ) -> Operation:
-    """Return the operation of a call that a model answers. whole: what a reply is that is never streamed."""
+    """Return the operation of a call that a model answers. whole: what a reply is that is never streamed. api: where it is not the name."""
     reply = ReplyShape(
         whole or "The whole answer, or with `stream` its parts as server-sent events.",
-        EngineBody("reply", name),
+        EngineBody("reply", api or name),
         media=() if whole else (EVENT_STREAM,),
         headers=() if whole else ("X-Session-Id", "X-Overture-Session", "X-Overture-KV-Hints"),
     )
@@ -99,11 +105,15 @@ def _call(
         summary,
         description,
         parameters=_CALL_HEADERS[1:2] if whole else _CALL_HEADERS,
-        body=Body(EngineBody("request", name), example),
+        body=Body(EngineBody("request", api or name), example),
         replies={200: reply},
         errors=(404, 422),
     )
 
+
+_SCORED_BY = (
+    "The model of --rerank-model answers, else the one of --embedding-model, by how alike embeddings are."
+)
 
 OPERATIONS: tuple[Operation, ...] = (
     _call(
@@ -178,6 +188,30 @@ OPERATIONS: tuple[Operation, ...] = (
         {"input": ["Lisbon", "Porto"]},
         "A second model answers, which the operator names with --embedding-model.",
         "An embedding of each input, in their order.",
+    ),
+    *(
+        _call(
+            "_".join(["rerank", *path.split("/")[1:-1]]),
+            path,
+            "Order texts by how well they answer a query (Jina's and Cohere's rerank)",
+            {"query": "Where is Lisbon?", "documents": ["Lisbon lies on a river.", "Porto, too."]},
+            _SCORED_BY,
+            "The texts, the best first, each with its score and its place in the call.",
+            "rerank",
+        )
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+    ),
+    *(
+        _call(
+            "_".join(["score", *path.split("/")[1:-1]]),
+            path,
+            "Score pairs of texts (vLLM's scores)",
+            {"text_1": "Where is Lisbon?", "text_2": ["Lisbon lies on a river.", "Porto, too."]},
+            _SCORED_BY,
+            "A score of each pair, in their order. A single first text is paired with each second one.",
+            "score",
+        )
+        for path in ("/score", "/v1/score")
     ),
     generate(
         "GET /v1/responses/{id}",

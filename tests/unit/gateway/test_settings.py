@@ -106,6 +106,11 @@ def test_another_model_brings_its_own_name_and_no_adapters(tmp_path: Path) -> No
         ({"model": "./gone.gguf"}, "GGUF files are not read"),
         ({"embedding_model": "./gone"}, "embedding_model: there is no model in ./gone"),
         ({"embedding_model": "a/overture-demo"}, "the chat model is called overture-demo, too"),
+        ({"rerank_model": "./gone"}, "rerank_model: there is no model in ./gone"),
+        (
+            {"embedding_model": "a/b", "rerank_model": "c/b"},
+            "rerank_model_name: the embedding model is called b, too",
+        ),
         ({"embedding_model": "a/b", "embedding_model_name": " b"}, "embedding_model_name: no model may be"),
         ({"prot": "1"}, "did you mean port"),
         ({"nodes": "0"}, "nodes: 0 is for a cluster that others join"),

@@ -1,4 +1,4 @@
-"""vLLM's embeddings API over the engine thread."""
+"""vLLM's APIs for embeddings and scores over the engine thread."""
 
 from __future__ import annotations
 
@@ -7,39 +7,59 @@ import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+
+from pydantic import RootModel
 
 from engine_bridge.bridge import EngineThread
 from engine_bridge.calls.body_forms import without_nulls
 from engine_bridge.driver.apis.bodies import Rejected, as_unusable, error_reply, parse
 from engine_bridge.driver.apis.vocabulary import refuse_unknown_tokens
-from engine_bridge.driver.embedding.engine import EmbeddingDriver
+from engine_bridge.driver.pooling.engine import PoolingDriver, can_score
 from engine_bridge.driver.serving.stream_failures import engine_failed
 from engine_bridge.driver.vllm_api import (
     BaseModelPath,
     ChatTemplateConfig,
     EmbeddingCompletionRequest,
     OpenAIServingModels,
+    RerankRequest,
+    ScoreRequest,
     ServingEmbedding,
+    ServingScores,
 )
 from engine_bridge.protocol.errors import InvalidRequest
-from engine_bridge.protocol.node import JsonReply
+from engine_bridge.protocol.node import Api, JsonReply
 
 # Chosen: 2,048 embeddings of 1,024 numbers take 44 MiB; a frame between the processes holds 256.
 MOST_REPLY_BYTES = 128 << 20
-_TENANT: ContextVar[str] = ContextVar("tenant")
 
 
-class EmbeddingClient:
-    """The client that vLLM's serving class asks for embeddings, in place of its `EngineClient`.
+@dataclass(slots=True)
+class Call:
+    """A call under way. num_tokens: of the prompts that its answer took."""
+
+    tenant: str
+    num_tokens: int = 0
+
+
+_CALL: ContextVar[Call] = ContextVar("call")
+
+
+class ScoreBody(RootModel[ScoreRequest]):
+    """The body of a call for scores, whose texts have one of four pairs of names."""
+
+
+class PoolingClient:
+    """The client that vLLM's serving classes ask for embeddings and scores, in place of its `EngineClient`.
 
     Args:
         thread: a started engine thread.
         engine: the `LLMEngine` of the first build, whose renderer and configuration are kept over rebuilds.
     """
 
-    def __init__(self, thread: EngineThread[EmbeddingDriver], engine: Any) -> None:
+    def __init__(self, thread: EngineThread[PoolingDriver], engine: Any) -> None:
         self._thread = thread
         self._sequence = itertools.count()
         self._waiting: dict[str, asyncio.Future[Any]] = {}
@@ -49,7 +69,7 @@ class EmbeddingClient:
         refuse_unknown_tokens(self.renderer, self.model_config.get_vocab_size())
 
     def take(self, outputs: list[Any]) -> None:
-        """Hand embeddings to those who wait for them."""
+        """Hand outputs to those who wait for them."""
         for output in outputs:
             answer = self._waiting.get(output.request_id)
             if answer is not None and not answer.done():
@@ -64,22 +84,24 @@ class EmbeddingClient:
     async def encode(
         self, prompt: Any, pooling_params: Any, request_id: str, **options: Any
     ) -> AsyncIterator[Any]:
-        """Yield the embedding of one prompt. Closing the iterator drops the prompt.
+        """Yield the output of one prompt. Closing the iterator drops the prompt.
 
         The more prompts of a tenant wait, the later its next one starts: so no tenant waits behind all inputs of another's call.
         """
-        tenant, unique_id = _TENANT.get(""), f"{request_id}-{next(self._sequence)}"
+        call, unique_id = _CALL.get(), f"{request_id}-{next(self._sequence)}"
         answer = self._waiting[unique_id] = asyncio.get_running_loop().create_future()
-        priority = self._num_waiting[tenant]
-        self._num_waiting[tenant] += 1
+        priority = self._num_waiting[call.tenant]
+        self._num_waiting[call.tenant] += 1
         try:
             await self._thread.call(lambda driver: driver.add(unique_id, prompt, pooling_params, priority))
-            yield await answer
+            output = await answer
+            call.num_tokens += len(output.prompt_token_ids)
+            yield output
         finally:
             del self._waiting[unique_id]
-            self._num_waiting[tenant] -= 1
-            if not self._num_waiting[tenant]:
-                del self._num_waiting[tenant]
+            self._num_waiting[call.tenant] -= 1
+            if not self._num_waiting[call.tenant]:
+                del self._num_waiting[call.tenant]
             if not answer.done() or answer.cancelled():
                 self._thread.submit(lambda driver: driver.abort(unique_id))
 
@@ -88,38 +110,51 @@ class EmbeddingClient:
         return False
 
 
-class EmbeddingServing(ServingEmbedding):
-    """Answers calls of OpenAI's embeddings API.
+class PoolingServing:
+    """Answers calls for embeddings, by OpenAI's API, and for scores, by vLLM's and Jina's, as far as the model makes them.
 
     Args:
         client: of the engine.
+        tasks: what vLLM can use the model for.
         model_name, model_path: of the model.
     """
 
-    def __init__(self, client: EmbeddingClient, model_name: str, model_path: str) -> None:
+    def __init__(
+        self, client: PoolingClient, tasks: tuple[str, ...], model_name: str, model_path: str
+    ) -> None:
         models = OpenAIServingModels(client, [BaseModelPath(name=model_name, model_path=model_path)])
-        template = ChatTemplateConfig()
-        super().__init__(client, models, request_logger=None, chat_template_config=template)
+        options: dict[str, Any] = {"request_logger": None, "chat_template_config": ChatTemplateConfig()}
+        self._calls: dict[str, tuple[Any, Any]] = {}
+        if "embed" in tasks:
+            embeddings = ServingEmbedding(client, models, **options)
+            self._calls["embeddings"] = EmbeddingCompletionRequest, embeddings
+        if can_score(client, tasks):
+            # Without what vLLM keeps of a query between prompts: it would have to be removed when a call ends early.
+            scores = ServingScores(
+                client, models, supported_tasks=tasks, enable_flash_late_interaction=False, **options
+            )
+            self._calls |= {"rerank": (RerankRequest, scores), "score": (ScoreBody, scores)}
 
-    async def serve(self, body: Any, headers: Mapping[str, str], tenant: str) -> JsonReply:
+    async def serve(self, api: Api, body: Any, headers: Mapping[str, str], tenant: str) -> JsonReply:
         """Answer one call. A faulty call gets a reply that says the fault."""
-        _TENANT.set(tenant)
+        call = Call(tenant)
+        _CALL.set(call)
         raw_request = SimpleNamespace(headers=headers, state=SimpleNamespace())
+        request_class, answer = self._calls[api]
         try:
-            request = parse(EmbeddingCompletionRequest, without_nulls(body))
-            reply: JsonReply = await self(request, raw_request)
+            request = parse(request_class, without_nulls(body))
+            reply = await answer(request.root if request_class is ScoreBody else request, raw_request)
+            return JsonReply(200, _bounded(bytes(reply.body)), num_prompt_tokens=call.num_tokens)
         except Rejected as rejected:
             return error_reply(rejected.response, is_anthropic=False)
         except Exception as error:
             return error_reply(as_unusable(error, body), is_anthropic=False)
-        return reply
 
-    def _build_response(self, ctx: Any) -> JsonReply:
-        body = bytes(super()._build_response(ctx).body)
-        if len(body) > MOST_REPLY_BYTES:
-            raise InvalidRequest(
-                f"The embeddings take {len(body):,} bytes, and a reply at most {MOST_REPLY_BYTES:,}: send fewer inputs at once.",
-                param="input",
-            )
-        num_tokens = sum(len(output.prompt_token_ids) for output in ctx.final_res_batch)
-        return JsonReply(200, body, num_prompt_tokens=num_tokens)
+
+def _bounded(body: bytes) -> bytes:
+    if len(body) > MOST_REPLY_BYTES:
+        raise InvalidRequest(
+            f"The reply takes {len(body):,} bytes, and may take {MOST_REPLY_BYTES:,}: send fewer inputs at once.",
+            param="input",
+        )
+    return body

@@ -1,4 +1,4 @@
-"""An embedding model as a node: the part of the `Node` protocol that a gateway asks of it. Importing this module imports no vllm."""
+"""A model for embeddings or scores as a node: the part of the `Node` protocol that a gateway asks of it. Importing this module imports no vllm."""
 
 from __future__ import annotations
 
@@ -15,39 +15,45 @@ from engine_bridge.protocol.node import AdapterInfo, Api, JsonReply
 from engine_bridge.settings.engine_config import EngineConfig
 
 if TYPE_CHECKING:
-    from engine_bridge.driver.embedding.engine import EmbeddingDriver
-    from engine_bridge.driver.embedding.serving import EmbeddingClient, EmbeddingServing
+    from engine_bridge.driver.pooling.engine import PoolingDriver
+    from engine_bridge.driver.pooling.serving import PoolingClient, PoolingServing
 
 
-class EmbeddingNode:
-    """An embedding model in this process. For what each method promises see `engine_bridge.protocol.node.Node`."""
+class PoolingNode:
+    """A model for embeddings or scores in this process. For what each method promises see `engine_bridge.protocol.node.Node`.
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._config = config
+    Args:
+        config: of its engine.
+        api: what the model is for, `embeddings` or `rerank`.
+    """
+
+    def __init__(self, config: EngineConfig, api: Api) -> None:
+        self._config, self._api = config, api
         self._began_s = time.monotonic()
-        self._client: EmbeddingClient | None = None
-        self._serving: EmbeddingServing | None = None
+        self._client: PoolingClient | None = None
+        self._serving: PoolingServing | None = None
         self._error: str | None = None
-        self._thread: EngineThread[EmbeddingDriver] = EngineThread(
+        self._thread: EngineThread[PoolingDriver] = EngineThread(
             self._make_driver,
             lambda outputs: self._client.take(outputs) if self._client is not None else None,
             lambda error: self._client.fail_all() if self._client is not None else None,
         )
 
-    def _make_driver(self) -> EmbeddingDriver:
-        from engine_bridge.driver.embedding.engine import EmbeddingDriver
+    def _make_driver(self) -> PoolingDriver:
+        from engine_bridge.driver.pooling.engine import PoolingDriver
 
-        return EmbeddingDriver(self._config)
+        return PoolingDriver(self._config, self._api)
 
     async def start(self) -> None:
         """Bring the model up. Raises what stopped it, unless a sentence says all of it: `progress` has that."""
         try:
             await self._thread.start()
-            engine = await self._thread.call(lambda driver: driver.engine)
-            from engine_bridge.driver.embedding.serving import EmbeddingClient, EmbeddingServing
+            engine, tasks = await self._thread.call(lambda driver: (driver.engine, driver.tasks))
+            from engine_bridge.driver.pooling.serving import PoolingClient, PoolingServing
 
-            self._client = EmbeddingClient(self._thread, engine)
-            self._serving = EmbeddingServing(self._client, self._config.served_model_name, self._config.model)
+            self._client = PoolingClient(self._thread, engine)
+            config = self._config
+            self._serving = PoolingServing(self._client, tasks, config.served_model_name, config.model)
         except UnusableModel as error:
             self._error = " ".join(str(error).split())
         except Exception as error:
@@ -57,10 +63,10 @@ class EmbeddingNode:
     async def serve(
         self, api: Api, body: object, headers: Mapping[str, str], request: EngineRequest = ANONYMOUS
     ) -> JsonReply:
-        """Answer a call of the embeddings API. Raises EngineUnavailable until the model is up."""
+        """Answer a call for embeddings, or for scores as `rerank` or `score`. Raises EngineUnavailable until the model is up."""
         if self._serving is None or self._thread.state != "ready":
-            raise EngineUnavailable(f"the embedding model is {self.progress.state}", code="starting")
-        return await self._serving.serve(body, headers, request.tenant)
+            raise EngineUnavailable(f"the model is {self.progress.state}", code="starting")
+        return await self._serving.serve(api, body, headers, request.tenant)
 
     @property
     def progress(self) -> Progress:
@@ -71,7 +77,7 @@ class EmbeddingNode:
         elif state == "ready" and self._serving is None:
             state = "starting"
         error = self._error or (str(self._thread.error) if self._thread.error is not None else None)
-        return Progress(state, "loading the embedding model", time.monotonic() - self._began_s, error)
+        return Progress(state, "loading the model", time.monotonic() - self._began_s, error)
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -85,7 +91,7 @@ class EmbeddingNode:
 
     @property
     def max_images(self) -> int:
-        """No picture: texts and token ids are embedded."""
+        """No picture: texts and token ids are read."""
         return 0
 
     @property

@@ -1,4 +1,4 @@
-"""`/v1/embeddings`: a second model in a process of its own, behind the same port, keys and budgets."""
+"""`/v1/embeddings`, `/rerank`, `/score`: models in processes of their own, behind the same port, keys and budgets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from bench.fuzz.api import Round, Tally, Target, counted, run_round
 from bench.live.correct.checkpoints import folder_of
@@ -28,17 +28,32 @@ from .conftest import Gateways, SharedNode, demo_config, metrics_of, served, set
 from .facts import BODY, CHAT, HELLO, KEYS, MESSAGES, MODEL, Http, Log, Patch, bearer
 
 NAME, EMBEDDINGS = "tiny-embedder", "/v1/embeddings"
+SCORER, RERANK, SCORE = "tiny-scorer", "/rerank", "/score"
+QUERY = {"query": "Where is Lisbon?", "documents": ["Lisbon lies on a river.", "Porto, too.", "It rains."]}
 TEXTS = ["Lisbon lies on a river.", "Porto, too.", "A much longer text, which the model reads. " * 20]
 
 # vLLM computes this model in bfloat16. Embeddings of these texts differ by a hundred times as much.
 ROUNDED = 2e-3
 
 
+def tiny() -> Path:
+    return folder_of(next(family for family in FAMILIES if family.name == "qwen3"))
+
+
+def scorer_in(folder: Path) -> Path:
+    """The same with a head that makes one number of two texts."""
+    model = AutoModelForSequenceClassification.from_pretrained(tiny(), num_labels=1, pad_token_id=0)
+    torch.nn.init.normal_(model.score.weight, std=0.05, generator=torch.Generator().manual_seed(1))
+    model.save_pretrained(folder / SCORER)
+    AutoTokenizer.from_pretrained(tiny()).save_pretrained(folder / SCORER)
+    return folder / SCORER
+
+
 def embedder_in(folder: Path) -> Path:
     """A tiny model whose embeddings may be shortened."""
     model = folder / NAME
     model.mkdir()
-    for path in folder_of(next(family for family in FAMILIES if family.name == "qwen3")).iterdir():
+    for path in tiny().iterdir():
         (model / path.name).symlink_to(path)
     config = json.loads((model / "config.json").read_text()) | {"matryoshka_dimensions": [8, 16]}
     (model / "config.json").unlink()
@@ -55,12 +70,13 @@ def process_of(server: Server) -> psutil.Process:
 async def embedder(node: SharedNode, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
     folder = tmp_path_factory.mktemp("embeddings")
     settings = {"api_keys": KEYS[:1], "operator_keys": KEYS[1:], "embedding_kv_cache_gib": 0.125}
-    config = demo_config(folder / "data", embedding_model=str(embedder_in(folder)), **settings)
-    async with served(config, node) as server:
-        await settle(lambda: server.services.embeddings.progress.state == "ready")
+    models = {"embedding_model": str(embedder_in(folder)), "rerank_model": str(scorer_in(folder))}
+    async with served(demo_config(folder / "data", **models, **settings), node) as server:
+        beside = server.services.models_beside
+        await settle(lambda: [model.progress.state for model in beside] == ["ready"] * 2)
         yield server
-        process = process_of(server)
-    assert not process.is_running(), "nothing is left of it at the server's end"
+        processes = [psutil.Process(model._process.pid) for model in beside]
+    assert not any(each.is_running() for each in processes), "nothing is left of them at the server's end"
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -119,19 +135,93 @@ async def test_the_sdk_gets_what_transformers_computes(api: Any, embedder: Serve
     )
 
 
+def scores_by_transformers(folder: str) -> tuple[list[list[int]], list[float]]:
+    """The token ids of the query with each text, and what the model's head makes of the last one, between 0 and 1."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder).float()
+    ids = [tokenizer(QUERY["query"], text_pair=text)["input_ids"] for text in QUERY["documents"]]
+    with torch.inference_mode():
+        return ids, [torch.sigmoid(model(torch.tensor([each])).logits).item() for each in ids]
+
+
+async def test_texts_are_ordered_by_the_scores_that_transformers_computes(
+    caller: Http, embedder: Server
+) -> None:
+    """By all names of both calls, and the texts of a call for scores by each pair of their names."""
+    ids, right = await asyncio.to_thread(scores_by_transformers, embedder.services.reranker.path)
+    assert max(right) - min(right) > 10 * ROUNDED
+    order = sorted(range(3), key=lambda place: -right[place])
+    for path in (RERANK, "/v1/rerank", "/v2/rerank"):
+        made = await told(caller.post(path, json=QUERY | {"top_n": 2, "return_documents": None}))
+        assert made["model"] == SCORER and [each["index"] for each in made["results"]] == order[:2]
+        assert made["results"][0]["document"]["text"] == QUERY["documents"][order[0]]
+        scores = [each["relevance_score"] for each in made["results"]]
+        np.testing.assert_allclose(scores, [right[place] for place in order[:2]], atol=ROUNDED)
+        assert made["usage"]["prompt_tokens"] == sum(map(len, ids))
+    query, texts = QUERY.values()
+    for first, second in (
+        ("text_1", "text_2"),
+        ("queries", "documents"),
+        ("queries", "items"),
+        ("data_1", "data_2"),
+    ):
+        for path, given in ((SCORE, query), ("/v1/score", [query] * 3)):
+            made = await told(caller.post(path, json={first: given, second: texts, "model": SCORER}))
+            np.testing.assert_allclose([each["score"] for each in made["data"]], right, atol=ROUNDED)
+
+
+async def test_without_a_model_for_scores_the_embedding_model_compares_embeddings(
+    api: Any, caller: Http, embedder: Server, monkeypatch: Patch
+) -> None:
+    made = (await api.embeddings.create(model=NAME, input=[QUERY["query"], *QUERY["documents"]])).data
+    query, *texts = (each.embedding for each in made)
+    monkeypatch.setattr(embedder.services, "reranker", None)
+    scores = (
+        await told(caller.post(SCORE, json={"queries": QUERY["query"], "documents": QUERY["documents"]}))
+    )["data"]
+    np.testing.assert_allclose([each["score"] for each in scores], np.array(texts) @ query, atol=ROUNDED)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "word"),
+    [
+        (RERANK, {"query": "a"}, "documents"),
+        (RERANK, {"query": "a", "documents": []}, ""),
+        (RERANK, {"query": 1, "documents": ["a"]}, "query"),
+        (RERANK, {"query": "a", "documents": ["a"] * 2049}, "max_embedding_inputs"),
+        (RERANK, {"query": "a " * 2_000_000, "documents": ["a"]}, "max_prompt_chars"),
+        (RERANK, {"query": "a", "documents": ["b " * 5_000]}, "context length"),
+        (RERANK, {"query": "a", "documents": [{"content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/"}}]}]}, "texts only"),
+        (RERANK, {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
+        (SCORE, {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, ""),
+        (SCORE, {"text_1": "a"}, "missing"),
+        (SCORE, [], ""),
+    ],
+    ids=range(11),
+)  # fmt: skip
+async def test_what_is_wrong_with_a_call_for_scores_is_said(
+    path: str, body: Any, word: str, caller: Http
+) -> None:
+    error = (await told(caller.post(path, json=body), 400))["error"]
+    assert error["type"] == "invalid_request_error" and word in error["message"] + str(error["param"])
+
+
 async def test_the_chat_model_comes_first_and_each_model_refuses_the_others_calls(
     api: Any, caller: Http, embedder: Server
 ) -> None:
     names = [model.id async for model in api.models.list()]
-    assert names[0] == MODEL and names[-1] == NAME
+    assert names[0] == MODEL and names[-2:] == [NAME, SCORER]
     card = await told(caller.get(f"/v1/models/{NAME}"))
     assert card["root"] == NAME and card["max_model_len"] == embedder.services.embeddings.max_model_len > 0
     claudes = await told(caller.get("/v1/models", headers={"anthropic-version": "2023-06-01"}))
-    assert NAME not in json.dumps(claudes)
+    assert NAME not in json.dumps(claudes) and SCORER not in json.dumps(claudes)
     for path, body in ((CHAT, BODY), (MESSAGES, BODY), ("/tokenize", {"prompt": "a"})):
-        error = (await told(caller.post(path, json=body | {"model": NAME}), 400))["error"]
-        assert MODEL in error["message"] and EMBEDDINGS in error["message"]
-    for name, status in ((MODEL, 400), ("shout", 400), ("nope", 404)):
+        for name, does in ((NAME, EMBEDDINGS), (SCORER, RERANK)):
+            error = (await told(caller.post(path, json=body | {"model": name}), 400))["error"]
+            assert MODEL in error["message"] and does in error["message"]
+    error = (await told(caller.post(RERANK, json=QUERY | {"model": NAME}), 400))["error"]
+    assert error["param"] == "model" and SCORER in error["message"]
+    for name, status in ((MODEL, 400), (SCORER, 400), ("shout", 400), ("nope", 404)):
         with pytest.raises(openai.APIStatusError) as raised:
             await api.embeddings.create(model=name, input="a")
         assert raised.value.status_code == status and raised.value.param == "model"
@@ -141,16 +231,20 @@ async def test_the_chat_model_comes_first_and_each_model_refuses_the_others_call
 
 async def test_the_route_answers_as_the_document_says_whatever_is_sent(embedder: Server) -> None:
     target, tally = Target(embedder.url, KEYS[1]), Tally()
-    step = Round("embeddings", 20, "examples,coverage,fuzzing", ("--include-path", EMBEDDINGS))
+    paths = [word for path in (EMBEDDINGS, RERANK, SCORE) for word in ("--include-path", path)]
+    step = Round("embeddings", 20, "examples,coverage,fuzzing", tuple(paths))
     tally.add_report(await asyncio.to_thread(run_round, target, step, 1))
     seen = await asyncio.to_thread(counted, target)
-    assert seen[EMBEDDINGS, 200] and seen[EMBEDDINGS, 400] and not tally.failures
+    assert all(seen[path, status] for path in (EMBEDDINGS, RERANK, SCORE) for status in (200, 400))
+    assert not tally.failures
     assert not [entry for entry in seen if entry[1] >= 500]
 
 
 async def test_without_an_embedding_model_the_error_names_the_setting(http: Http) -> None:
     error = (await told(http.post(EMBEDDINGS, json={"input": "a"}), 404))["error"]
     assert "--embedding-model" in error["message"] and error["code"] == "not_found"
+    error = (await told(http.post("/v2/rerank", json=QUERY), 404))["error"]
+    assert "--rerank-model" in error["message"] and error["code"] == "not_found"
 
 
 @pytest.mark.parametrize(

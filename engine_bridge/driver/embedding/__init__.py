@@ -1,1 +1,0 @@
-"""An embedding model: vLLM's pooling engine in this process, and its embeddings API over that."""
