@@ -101,11 +101,11 @@ class TestWithoutTiers:
             own.predictor = Expects(lambda request: 100 if request.num_prompt_tokens % 2 else 2)
         for _ in range(5):  # who meets whom depends on the machine's speed
             assert await crowd(tight) == undisturbed
-            state = own.state()
-            assert state["policy"] == policy
-            assert state["num_waiting"] == state["num_running"] == 0
+            core = own.dispatcher
+            assert core.policy.name == policy
+            assert core.num_waiting == core.num_running == 0
             # Under `mlq` quotas may leave nobody to be preempted.
-            if policy == "mlq" or state["counts"].get("preempted", 0) > 0:
+            if policy == "mlq" or core.counts["preempted"] > 0:
                 break
         else:
             pytest.fail("the device was too large, and this test could not fail")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -399,22 +399,6 @@ class Scheduling:
     def seconds(self) -> dict[str, float]:
         """Return the seconds that decisions, and all of our work in steps, have taken. From any thread."""
         return {"decide": self.dispatcher.decide_s, "step": self.step_s}
-
-    def state(self) -> dict[str, Any]:
-        """Return the dispatcher's state, for people and benches."""
-        own = self.dispatcher
-        found: dict[str, Any] = {
-            "policy": own.policy.name,
-            "num_waiting": own.num_waiting,
-            "num_running": own.num_running,
-            "num_paused": len(own.pauses),
-            "reasons": dict(Counter(map(own.reason, own.waiting_ids()))),
-            "counts": dict(own.counts),
-            "token_s": own.token_s,
-        }
-        if (lanes := self.lanes()) is not None:
-            found["lanes"] = msgspec.structs.asdict(lanes)
-        return found
 
     def close(self) -> None:
         """Close the thread that fits lanes."""
