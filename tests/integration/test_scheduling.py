@@ -22,7 +22,7 @@ from engine_bridge.driver.scheduling.scheduling import Scheduling
 from engine_bridge.local_node import LocalNode
 from engine_bridge.policy.scheduling.mlq import Mlq
 
-from .conftest import engine_is_empty
+from .conftest import engine_is_empty, engine_stats
 from .nodes import Expects, WaitsForTheDisk, ask, engine, text
 
 ADAPTERS = (None, "pirate", "robot", "shout")
@@ -112,7 +112,7 @@ class TestWithoutTiers:
         if isinstance(own.dispatcher.policy, Mlq):
             own.dispatcher.policy.check_invariants()
             assert own.dispatcher.policy.ledger.num_used == 0, "every quota has come back"
-        counts = await tight.run_on_engine(lambda driver: driver.counts())
+        counts = await engine_stats(tight)
         assert counts.num_free_kv_blocks == counts.num_kv_blocks - 1
 
 

@@ -8,7 +8,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,17 +59,6 @@ if TYPE_CHECKING:
     from engine_bridge.predict.length import LengthPredictor
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class EngineCounts:
-    """A snapshot of the scheduler: requests and KV blocks."""
-
-    num_running: int
-    num_waiting: int
-    num_kv_blocks: int
-    num_free_kv_blocks: int
-    block_size: int
 
 
 class VllmDriver:
@@ -367,17 +355,6 @@ class VllmDriver:
 
         manager = self.engine.engine_core.engine_core.structured_output_manager
         manager.reasoner_cls = ReasoningParserManager.get_reasoning_parser(name) if name else None
-
-    def counts(self) -> EngineCounts:
-        """Return how many requests and KV blocks there are."""
-        num_running, num_waiting = self._scheduler.get_request_counts()
-        return EngineCounts(
-            num_running=num_running,
-            num_waiting=num_waiting,
-            num_kv_blocks=self._block_pool.num_gpu_blocks,
-            num_free_kv_blocks=self._block_pool.get_num_free_blocks(),
-            block_size=self._block_size,
-        )
 
     def _make_last_saves(self) -> LastSaves | None:
         """Return what saves the blocks once more that the device is about to lose; None where there are no tiers to save them to."""
