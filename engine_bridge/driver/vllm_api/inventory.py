@@ -259,7 +259,7 @@ vllm.v1.core.block_pool:BlockPool ENGINE at engine_core.engine_core.scheduler.kv
     call get_num_free_blocks()
     SCHEDULING: call get_cached_block(block_hash, kv_cache_group_ids)
     KV_TIERS: call touch(blocks) free_blocks(ordered_blocks)
-    KV_TIERS: read blocks
+    KV_TIERS: read blocks free_block_queue
     PROMOTION: call get_new_blocks(num_blocks)
         cache_full_blocks(*, request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id)
     # A promotion has only hashes to give in place of a request.
@@ -269,13 +269,13 @@ vllm.v1.core.block_pool:BlockPool ENGINE at engine_core.engine_core.scheduler.kv
     ADAPTERS_IN_KV: call unpin_blocks(blocks, on_reuse)
     ADAPTERS_IN_KV: look up in get_new_blocks: _notify_reuse
     ADAPTERS_IN_KV: read free_block_queue
-    PROMOTION: read free_block_queue
 vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue ADAPTERS_IN_KV at engine_core.engine_core.scheduler.kv_cache_manager.block_pool.free_block_queue
-    call remove(block) append_n(blocks) prepend_n(blocks)
-    read fake_free_list_head fake_free_list_tail
+    call remove(block) append_n(blocks) prepend_n(blocks) iter_blocks_after(cursor)
+    KV_TIERS: call iter_blocks_after(cursor)
+    KV_TIERS: read fake_free_list_tail
 vllm.v1.core.kv_cache_utils:KVCacheBlock ADAPTERS_IN_KV
-    read block_hash next_free_block
-    KV_TIERS: read ref_cnt
+    read block_hash
+    KV_TIERS: read ref_cnt prev_free_block
     PROMOTION: read block_id
 vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1 KV_TIERS
     implement build_connector_meta get_num_new_matched_tokens save_kv_layer start_load_kv update_state_after_alloc wait_for_layer_load wait_for_save
