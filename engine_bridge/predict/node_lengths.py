@@ -104,13 +104,6 @@ class NodeLengths:
         if self._own is not None:
             self._own.close()
 
-    def figures(self) -> dict[str, int]:
-        """Return counts for dashboards: answers learned from, refits, and outcomes of a user's own predictor (`own_…`). From any thread."""
-        counts = self._own.counts if self._own is not None else {}
-        return {"observed": self.num_observed, "refits": self._ours.num_refits} | {
-            f"own_{what}": num for what, num in counts.items()
-        }
-
     def _save(self) -> None:
         """Write to disk. A disk that is full or missing stops nothing: it is logged once, and tried again after the next refit."""
         num_observed = self._ours.num_observed

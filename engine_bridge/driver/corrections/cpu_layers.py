@@ -5,7 +5,6 @@ Each function here replaces one part of vLLM's, once in a process.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, wraps
 from typing import Any
@@ -21,25 +20,21 @@ def flatten_heads() -> None:
     """
     from engine_bridge.driver.vllm_api import _custom_ops
 
-    _custom_ops.rotary_embedding = FlatHeads(_custom_ops.rotary_embedding)
+    stock = _custom_ops.rotary_embedding
 
-
-class FlatHeads:
-    """vLLM's rotation, given tensors without a dimension for heads. It changes queries and keys in place, as vLLM's does."""
-
-    def __init__(self, rotate: Callable[..., None]) -> None:
-        self._rotate = rotate
-
-    def __call__(self, positions: Any, query: Any, key: Any, *rest: Any, **options: Any) -> None:
-        """Rotate `query` and `key`, which may be None, by `positions`. Further arguments are passed on to vLLM's operation."""
+    @wraps(stock)
+    def rotary_embedding(positions: Any, query: Any, key: Any, *rest: Any, **options: Any) -> None:
+        """Rotate `query` and `key`, which may be None, by `positions`, in place."""
         if query.dim() == positions.dim() + 1:
-            self._rotate(positions, query, key, *rest, **options)
+            stock(positions, query, key, *rest, **options)
             return
         flat = [None if each is None else each.contiguous().flatten(positions.dim()) for each in (query, key)]
-        self._rotate(positions, *flat, *rest, **options)
+        stock(positions, *flat, *rest, **options)
         for each, rotated in zip((query, key), flat, strict=True):
             if rotated is not None and not each.is_contiguous():
                 each.copy_(rotated.view_as(each))
+
+    _custom_ops.rotary_embedding = rotary_embedding
 
 
 @cache
