@@ -253,8 +253,8 @@ class Scheduling:
             running=running,
             free_blocks=scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
             num_slots=scheduler.max_num_running_reqs - len(scheduler.running),
-            adapter_bytes=self._adapters.free_room(running_adapters) if self._adapters is not None else None,
-            adapters_take_turns=self._adapters is not None and self._adapters.take_turns,
+            adapter_bytes=self._adapters.core.free_room(running_adapters) if self._adapters else None,
+            adapters_take_turns=bool(self._adapters and self._adapters.core.turns.last),
             shared_tokens=self._tokens_held_twice(scheduler),
         )
         plan = self.dispatcher.begin_step(view, now)
@@ -368,11 +368,7 @@ class Scheduling:
 
     def missing_adapter_bytes(self, adapter_id: int) -> int:
         """Return the room that the adapter would need beside the running ones; 0 where adapters are not bounded."""
-        return (
-            self._adapters.needed_room(adapter_id, self._running_adapters)
-            if self._adapters is not None
-            else 0
-        )
+        return self._adapters.core.needed_room(adapter_id, self._running_adapters) if self._adapters else 0
 
     # -- to look at ----------------------------------------------------------------------------------------------------
 

@@ -372,9 +372,7 @@ class Traffic(RuleBasedStateMachine):
         for request_id, number in list(self.waiting.items()):
             running = set(self.running.values())
             has_slot = number in running or len(running) < MAX_RUNNING
-            room = self.places.free_room(running)
-            has_room = room is None or self.places.needed_room(number, running) <= room
-            if has_slot and has_room and self.places.is_at_hand(number):
+            if has_slot and self.places.has_room(number, running) and self.places.is_at_hand(number):
                 self.running[request_id] = self.waiting.pop(request_id)
         in_step = set(self.running.values())
         self.do(self.places.enter(in_step, in_step, self.now))
