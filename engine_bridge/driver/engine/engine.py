@@ -36,7 +36,6 @@ from engine_bridge.driver.vllm_api.features import (
 )
 from engine_bridge.policy.adapters.adapter_cache import PrefixFacts
 from engine_bridge.policy.costs.costs import TablePrefill
-from engine_bridge.policy.scheduling.pausing import DecodeSeconds
 from engine_bridge.policy.scheduling.policies import POLICIES
 from engine_bridge.settings.engine_config import EngineConfig
 from engine_bridge.settings.profile import MachineProfile
@@ -416,7 +415,7 @@ class VllmDriver:
     def _make_scheduling(self, config: EngineConfig) -> Scheduling:
         from engine_bridge.driver.scheduling.scheduling import Scheduling
 
-        decode_s: DecodeSeconds = lambda num, num_tokens: self.steps.step_s(0, num, num_tokens)  # noqa: E731
+        pace = Pace(self._scheduler, self.steps, self.speeds.times, config.max_step_ms / 1e3)
         scheduling = Scheduling(
             POLICIES[config.scheduling_policy],
             num_tokens=self.capacity_tokens,
@@ -428,8 +427,8 @@ class VllmDriver:
             block_pool=self._block_pool,
             adapters=None if isinstance(self.adapters, NoAdapters) else self.adapters,
             ways=self._tiers.way_counts if self._tiers is not None else None,
-            pace=Pace(self._scheduler, self.steps, self.speeds.times, config.max_step_ms / 1e3),
-            pauses=Pauses(decode_s, config.urgent_tpot_ms / 1e3),
+            pace=pace,
+            pauses=Pauses(pace.decode_s, config.urgent_tpot_ms / 1e3),
             predictor=self._predictor,
             refit_every_s=config.lane_refit_s,
             lane_rule=config.lane_rule,
