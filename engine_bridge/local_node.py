@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -18,7 +17,7 @@ from engine_bridge.bridge import EngineThread
 from engine_bridge.cluster.peers import Peering
 from engine_bridge.driver.engine.absent import NoAdapters
 from engine_bridge.driver.engine.building import load_vllm
-from engine_bridge.driver.engine.engine import EngineCounts, VllmDriver
+from engine_bridge.driver.engine.engine import VllmDriver
 from engine_bridge.driver.engine.fallback import build_with_what_works
 from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.driver.serving.call import called_by
@@ -32,7 +31,7 @@ from engine_bridge.node_adapters import AdapterWatch, catch_up, listed
 from engine_bridge.predict.node_lengths import NodeLengths
 from engine_bridge.protocol.engine_request import ANONYMOUS, EngineRequest, RequestId
 from engine_bridge.protocol.errors import BridgeError, EngineUnavailable
-from engine_bridge.protocol.figures import EngineState, LeftOut, NodeFigures, NodeState, NodeStats, Progress
+from engine_bridge.protocol.figures import EngineState, LeftOut, NodeFigures, NodeState, Progress
 from engine_bridge.protocol.node import (
     AdapterInfo,
     Advisory,
@@ -251,21 +250,6 @@ class LocalNode:
         stage = self._stage if self.state in ("starting", "rebuilding", "failed") else "ready"
         return Progress(self.state, stage, time.monotonic() - self._since, error)
 
-    async def stats(self) -> NodeStats:
-        """Return the engine's counts, as it is between two steps."""
-        return self._stats(await self._thread.call(lambda driver: driver.counts()))
-
-    def _stats(self, counts: EngineCounts) -> NodeStats:
-        return NodeStats(
-            state=self.state,
-            model=self.model_names[0],
-            max_model_len=self.max_model_len,
-            **asdict(counts),
-            num_steps=self._thread.num_steps,
-            num_rebuilds=self._thread.num_rebuilds,
-            kv_tiers=self._tiers.stats() if self._tiers is not None else None,
-        )
-
     def figures(self) -> NodeFigures:
         """Return all figures as one snapshot. From any thread."""
         driver = self._thread.driver
@@ -286,12 +270,14 @@ class LocalNode:
         """Return the engine as it is between two steps; see `Node`."""
         if self._client is None:
             raise self._starting()
-        counts, scheduling, requests = await self._thread.call(
-            lambda driver: (driver.counts(), driver.report.stats(), driver.report.requests(tenant, limit))
+        scheduling, requests = await self._thread.call(
+            lambda driver: (driver.report.stats(), driver.report.requests(tenant, limit))
         )
         waiting, running, num_waiting, num_running = requests
         return EngineState(
-            engine=self._stats(counts),
+            state=self.state,
+            num_steps=self._thread.num_steps,
+            num_rebuilds=self._thread.num_rebuilds,
             scheduling=scheduling,
             waiting=waiting,
             running=running,
@@ -347,16 +333,6 @@ class LocalNode:
     def can_use_tools(self) -> bool:
         """Whether turns may offer tools; see `Node`."""
         return self._serving is not None and self._serving.can_use_tools
-
-    @property
-    def num_steps(self) -> int:
-        """The engine's steps since the start of the process."""
-        return self._thread.num_steps
-
-    @property
-    def num_rebuilds(self) -> int:
-        """How often the engine was built anew."""
-        return self._thread.num_rebuilds
 
     @property
     def stream_interval(self) -> int:

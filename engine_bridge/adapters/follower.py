@@ -66,8 +66,8 @@ class FolderFollower:
             report(f"checking adapter {name}")
             await self._serve(name, path, self._given_retries)
         changes = await self._changes(is_settled=True)
-        for number, (name, path_found) in enumerate(changes.added, 1):
-            report(f"checking adapter {name} ({number} of {len(changes.added)})")
+        for number, (name, path_found) in enumerate(changes.found, 1):
+            report(f"checking adapter {name} ({number} of {len(changes.found)})")
             await self._serve(name, str(path_found), self._retries)
 
     async def follow(self) -> None:
@@ -79,7 +79,7 @@ class FolderFollower:
             log.info("adapter %s has gone from its folder", quoted(name))
             assert self._folder is not None
             await self._contained(name, self._server.drop_found(name, str(self._folder.path / name)))
-        for name, path in (*changes.added, *changes.changed):
+        for name, path in changes.found:
             await self._serve(name, str(path), self._retries)
 
     def problems(self) -> dict[str, str]:

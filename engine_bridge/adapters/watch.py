@@ -37,13 +37,12 @@ class FolderChanges:
     """Changes since the last scan, each in the order of names.
 
     Attributes:
-        added: (name, path) of adapters not told before, whether or not they are sound.
-        changed: (name, path) of adapters with other files than when they were last told, or due for another try.
+        found: (name, path) of adapters not told before, whether or not they are sound, with other files than when they were last told, or due for
+            another try.
         removed: names of adapters told before that have been removed.
     """
 
-    added: tuple[tuple[str, Path], ...] = ()
-    changed: tuple[tuple[str, Path], ...] = ()
+    found: tuple[tuple[str, Path], ...] = ()
     removed: tuple[str, ...] = ()
 
 
@@ -75,11 +74,11 @@ class Folder:
 
     @property
     def told(self) -> set[str]:
-        """The names of the adapters that were told as added and have not been told as removed since."""
+        """The names of the adapters that were told as found and have not been told as removed since."""
         return set(self._told)
 
     def tell_again(self, names: Collection[str]) -> None:
-        """Tell these adapters as added with the next changes, if their folders are still there."""
+        """Tell these adapters as found with the next changes, if their folders are still there."""
         for name in names:
             del self._told[name]
 
@@ -119,13 +118,12 @@ class Folder:
     def _compare(
         self, seen: dict[str, _Seen | None], elsewhere: Collection[str], now: float, settle_s: float
     ) -> FolderChanges:
-        added: list[tuple[str, Path]] = []
-        changed: list[tuple[str, Path]] = []
+        found: list[tuple[str, Path]] = []
         for name, entry in seen.items():
             if name in elsewhere:
                 self._stand_back(name, now)
             elif entry is not None and self._is_to_be_told(name, entry, now, settle_s):
-                (changed if name in self._told else added).append((name, self.path / name))
+                found.append((name, self.path / name))
                 if self._told.get(name) != entry.signature:
                     self._retries.forget(name)
                 self._told[name] = entry.signature
@@ -137,7 +135,7 @@ class Folder:
             self._restless_since.pop(name, None)
             self._stands_back.discard(name)
             self._retries.forget(name)
-        return FolderChanges(tuple(added), tuple(changed), removed)
+        return FolderChanges(tuple(found), removed)
 
     def _gone(self, names: Collection[str], now: float) -> list[str]:
         """Return the names whose folder is still missing at a second look: while one folder is moved into the place of another, both are away."""

@@ -46,7 +46,7 @@ from engine_bridge.protocol.node import (
     SleepMode,
 )
 
-PROTOCOL = 4
+PROTOCOL = 5
 # Chosen: above the largest body that the gateway takes and the largest whole reply that one request's bounds allow.
 MAX_FRAME_BYTES = 256 << 20
 # The largest frame before the other end has proved itself. Chosen.

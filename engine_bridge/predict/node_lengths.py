@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-from concurrent.futures import Future
 from pathlib import Path
 
 from engine_bridge.predict.custom_predictor import CustomPredictor, PredictorContext, load_predictor
@@ -38,7 +37,7 @@ WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt")
 class NodeLengths:
     """A `LengthPredictor`: ours, kept on disk, and in front of it a user's own if one is set.
 
-    `predict` and `observe` run on the engine's thread, `ask` on the event loop, `refit` and `close` on any other thread.
+    `predict` and `observe` run on the engine's thread, `refit` and `close` on any other thread.
 
     Args:
         path: the file; None: nothing is kept.
@@ -80,10 +79,6 @@ class NodeLengths:
         """The operator's own predictor, if one is set."""
         return self._own
 
-    def ask(self, features: EngineRequest) -> Future[LengthGuess] | None:
-        """Ask the user's own predictor; None where there is none, or it has no time."""
-        return self._own.ask(features) if self._own is not None else None
-
     def predict(self, features: EngineRequest) -> LengthGuess:
         """Predict by our own predictor, and by what the client expects."""
         return told(self._ours.predict(features), features.expected_tokens, features.max_tokens)
@@ -108,13 +103,6 @@ class NodeLengths:
             self._save()
         if self._own is not None:
             self._own.close()
-
-    def figures(self) -> dict[str, int]:
-        """Return counts for dashboards: answers learned from, refits, and outcomes of a user's own predictor (`own_…`). From any thread."""
-        counts = self._own.counts if self._own is not None else {}
-        return {"observed": self.num_observed, "refits": self._ours.num_refits} | {
-            f"own_{what}": num for what, num in counts.items()
-        }
 
     def _save(self) -> None:
         """Write to disk. A disk that is full or missing stops nothing: it is logged once, and tried again after the next refit."""

@@ -48,22 +48,6 @@ class LeftOut(Struct, frozen=True):
     why: str
 
 
-class NodeStats(Struct, frozen=True, kw_only=True):
-    """A snapshot for dashboards and routing; cheap to take."""
-
-    state: NodeState
-    model: str
-    max_model_len: int
-    num_running: int
-    num_waiting: int
-    num_kv_blocks: int
-    num_free_kv_blocks: int
-    block_size: int
-    num_steps: int
-    num_rebuilds: int
-    kv_tiers: TierStats | None = None
-
-
 # Why a request waits. By the policy: its lane's quota is used up, blocks or memory for its adapter are lacking, another stands before it, or all
 # that may run do. Before the policy considers it: its grammar or its adapter is not there yet, or no step began since it came. It was to start
 # and could not: its KV is on its way, no slot for its adapter was free, the step was full. `paused`: urgent requests decode, which would be slower
@@ -166,7 +150,9 @@ class RequestState(Struct, frozen=True, kw_only=True):
 class EngineState(Struct, frozen=True, kw_only=True):
     """An engine between two steps. waiting, running: the first of one tenant's; num_waiting, num_running: all of that tenant's."""
 
-    engine: NodeStats
+    state: NodeState
+    num_steps: int
+    num_rebuilds: int
     scheduling: SchedulingStats
     waiting: list[RequestState]
     running: list[RequestState]

@@ -139,11 +139,6 @@ class MachineProfile(Struct, frozen=True, kw_only=True):
         return f"a profile of {day}, within {self.steps.error:.1%} of what was held out"
 
     @property
-    def link(self) -> Link | None:
-        """The measured link between device and host."""
-        return self.copies.link if self.copies is not None else None
-
-    @property
     def adapter_speeds(self) -> dict[str, float]:
         """The measured speeds of an adapter's ways, by the names of `core.adapter_worth.Worth`."""
         speeds = {}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from engine_bridge.policy.kv.hints import ACTIONS, HintSource, KvAction, KvHint, PrefixEnd
+from engine_bridge.policy.kv.hints import ACTIONS, HintSource, KvAction, KvHint
 from engine_bridge.protocol.node import Api
 from gateway.settings.priorities import MAX_PRIORITY
 
@@ -149,10 +149,9 @@ def _read_openai(body: Mapping[str, Any], found: CallHints) -> None:
 
 
 def _read_marks(api: Api, body: Mapping[str, Any], found: CallHints) -> None:
-    """Read the marks on parts of a prompt: a call's KV is kept as a whole, so the longest time counts, with the end of the last marked part."""
+    """Read the marks on parts of a prompt. A call's KV is kept as a whole, so the longest time counts."""
     longest: dict[HintSource, float] = {}
-    last: dict[HintSource, PrefixEnd] = {}
-    for end, name, mark in _marks(api, body):
+    for name, mark in _marks(api, body):
         source = _MARKS[name]
         ttl = mark.get("ttl") if isinstance(mark, dict) else mark
         ttl_s = seconds_of(ttl)
@@ -163,32 +162,28 @@ def _read_marks(api: Api, body: Mapping[str, Any], found: CallHints) -> None:
                 found.note(source, "retain")
             continue
         longest[source] = max(longest.get(source, 0.0), ttl_s)
-        last[source] = end
     for source, ttl_s in longest.items():
         found.is_marked = True
-        found.hints.append(KvHint("retain", source, ttl_s=ttl_s, prefix=last[source]))
+        found.hints.append(KvHint("retain", source, ttl_s=ttl_s))
 
 
-def _marks(api: Api, body: Mapping[str, Any]) -> Iterator[tuple[PrefixEnd, str, Any]]:
+def _marks(api: Api, body: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the marks of a call in the order of its prompt: tools, system prompt, messages, the whole call."""
-    parts: dict[Any, Any] = {"tools": body.get("tools"), "system": [{"content": body.get("system")}]}
-    parts["messages"] = body.get("input" if api == "responses" else "messages")
-    for part, entries in parts.items():
-        for index, entry in enumerate(entries if isinstance(entries, list) else ()):
-            if not isinstance(entry, dict):
-                continue
-            content = entry.get("content")
-            for block, piece in enumerate(content if isinstance(content, list) else ()):
-                yield from _marks_on(piece, PrefixEnd(part, index, block))
-            yield from _marks_on(entry, PrefixEnd(part, index))
-    yield from _marks_on(body, PrefixEnd("call"))
+    messages = body.get("input" if api == "responses" else "messages")
+    for entries in (body.get("tools"), [{"content": body.get("system")}], messages):
+        for entry in entries if isinstance(entries, list) else ():
+            content = entry.get("content") if isinstance(entry, dict) else None
+            for piece in content if isinstance(content, list) else ():
+                yield from _marks_on(piece)
+            yield from _marks_on(entry)
+    yield from _marks_on(body)
 
 
-def _marks_on(piece: Any, end: PrefixEnd) -> Iterator[tuple[PrefixEnd, str, Any]]:
+def _marks_on(piece: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(piece, dict):
         for name in _MARKS:
             if (mark := piece.get(name)) is not None:
-                yield end, name, mark
+                yield name, mark
 
 
 # -- envelopes -----------------------------------------------------------------------------------------------------------

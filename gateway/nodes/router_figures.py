@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from engine_bridge.protocol.figures import (
     AdapterStats,
@@ -16,7 +16,6 @@ from engine_bridge.protocol.figures import (
     LengthErrors,
     NodeFigures,
     NodeState,
-    NodeStats,
     SchedulingStats,
     TokenizerStats,
 )
@@ -155,24 +154,12 @@ def engine_state_of(parts: Sequence[EngineState], state: NodeState, limit: int) 
     scheduling = scheduling_of([part.scheduling for part in parts])
     assert scheduling is not None
     return EngineState(
-        engine=_engines([part.engine for part in parts], state),
+        state=state,
+        num_steps=sum(part.num_steps for part in parts),
+        num_rebuilds=sum(part.num_rebuilds for part in parts),
         scheduling=scheduling,
         waiting=[request for part in parts for request in part.waiting][:limit],
         running=[request for part in parts for request in part.running][:limit],
         num_waiting=sum(part.num_waiting for part in parts),
         num_running=sum(part.num_running for part in parts),
-    )
-
-
-def _engines(parts: Sequence[NodeStats], state: NodeState) -> NodeStats:
-    return structs.replace(
-        _sum(
-            parts,
-            state=_first,
-            model=_first,
-            max_model_len=min,
-            block_size=_first,
-            kv_tiers=lambda tiers: tiers_of([each for each in tiers if each is not None]),
-        ),
-        state=state,
     )

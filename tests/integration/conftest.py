@@ -27,6 +27,7 @@ from engine_bridge.cluster.trust import Trust
 from engine_bridge.driver.apis.content_tokens import split_contents
 from engine_bridge.driver.background import is_background
 from engine_bridge.local_node import LocalNode
+from engine_bridge.protocol.figures import SchedulingStats
 from engine_bridge.protocol.node import Node
 from gateway.app import Server, build_services, node_config
 from gateway.metrics.metrics import Metrics
@@ -316,9 +317,19 @@ async def starts(node: LocalNode) -> AsyncIterator[list[int]]:
     await node.run_on_engine(forget)
 
 
+async def engine_stats(node: LocalNode) -> SchedulingStats:
+    """Figures of the engine between two steps."""
+    return await node.run_on_engine(lambda driver: driver.report.stats())
+
+
+async def num_free_blocks(node: LocalNode) -> int:
+    """How many KV blocks no request uses."""
+    return (await engine_stats(node)).num_free_kv_blocks
+
+
 async def num_in_engine(node: LocalNode) -> int:
     """How many requests the engine holds."""
-    stats = await node.stats()
+    stats = await engine_stats(node)
     return stats.num_running + stats.num_waiting
 
 

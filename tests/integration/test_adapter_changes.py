@@ -111,7 +111,7 @@ async def test_who_has_no_room_beside_the_pinned_ones_is_told(node: LocalNode) -
 async def test_a_draft_whose_adapter_goes_harms_nobody(node: LocalNode) -> None:
     """It waits until nobody else is being answered; the engine must not fail when its turn comes."""
     await load(node, "fleeting", small().adapters / "pirate")
-    num_rebuilds = node.num_rebuilds
+    num_rebuilds = node.figures().num_rebuilds
     answer = asyncio.create_task(ask(node, "", text(2, 40), 900))
     await engine_has(node, 1)
     draft = nodes.request("hello there " * 30, 1, adapter="fleeting")
@@ -124,7 +124,7 @@ async def test_a_draft_whose_adapter_goes_harms_nobody(node: LocalNode) -> None:
     with pytest.raises(EngineUnavailable, match="removed"):
         await asyncio.wait_for(prefill, 60)
     assert await ask(node, "", text(3, 40))
-    assert node.num_rebuilds == num_rebuilds
+    assert node.figures().num_rebuilds == num_rebuilds
 
 
 @pytest.mark.parametrize("where", ["when it is begun", "on the loader's thread", "in a step"])
@@ -148,7 +148,7 @@ async def test_an_adapter_that_cannot_be_laid_out_ends_its_own_requests_alone(
             raise MemoryError("made to fail")
         return stock(a_slices, b_slices, ranks, *rest)
 
-    num_rebuilds = node.num_rebuilds
+    num_rebuilds = node.figures().num_rebuilds
     with monkeypatch.context() as patched:
         patched.setattr(layouts, name, breaks)
         if where == "in a step":  # the loader's thread does not get to it
@@ -162,7 +162,7 @@ async def test_an_adapter_that_cannot_be_laid_out_ends_its_own_requests_alone(
             assert not any(task.done() for task in running)
         answers = await asyncio.gather(*running)
     assert [answer[: len(want)] for answer, want in zip(answers, wanted, strict=True)] == wanted
-    assert node.num_rebuilds == num_rebuilds
+    assert node.figures().num_rebuilds == num_rebuilds
     assert await ask(node, "odd", tenant="two") == known
     await unload(node, "odd")
 

@@ -30,7 +30,7 @@ from kvtiers.policy.rates import Rate
 from tests.adapter_corpus import BAD, make_adapter
 
 from . import nodes
-from .conftest import engine_is_empty, settle
+from .conftest import engine_is_empty, engine_stats, num_free_blocks, settle
 from .facts import Patch
 from .nodes import load, text, unload
 
@@ -59,10 +59,6 @@ async def ask(
 
 def stats(node: LocalNode) -> AdapterStats:
     return node.figures().adapter_stats
-
-
-async def num_free_blocks(node: LocalNode) -> int:
-    return (await node.stats()).num_free_kv_blocks
 
 
 def names(node: LocalNode) -> set[str]:
@@ -352,7 +348,7 @@ async def test_with_assist_a_step_lays_an_adapter_out_only_where_it_costs_others
     )
 
     async def is_running() -> bool:
-        return (await node.stats()).num_running > 0
+        return (await engine_stats(node)).num_running > 0
 
     with late_layouts(monkeypatch) as is_open:
         stream = asyncio.create_task(ask(node, None, text(6, 40), 40 if is_dear else 900))
@@ -482,7 +478,7 @@ async def test_the_corpus_of_bad_adapters(node: LocalNode, tmp_path: Path) -> No
         assert 400 <= reply.status < 500, (name, code, reply.body)
         assert name not in names(node)
     assert [await ask(node, adapter, prompt) for adapter in (None, "a002")] == before
-    assert (await node.stats()).num_rebuilds == 0
+    assert node.figures().num_rebuilds == 0
 
 
 async def test_an_adapter_that_overflows_is_at_fault_itself_and_nobody_is_told_to_try_again(

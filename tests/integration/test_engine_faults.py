@@ -105,7 +105,7 @@ async def test_a_failed_step_ends_every_stream_and_the_engine_comes_back(
     tasks = [asyncio.ensure_future(work()) for work in (over_the_socket, over_sse)]
     whole = asyncio.ensure_future(told(http.post(CHAT, json=BODY | LONG), 503))
     await asyncio.gather(first_words.wait(), stream_began.wait(), engine_has(node, 3))
-    num_rebuilds, refs = node.num_rebuilds, await node.run_on_engine(look)
+    num_rebuilds, refs = node.figures().num_rebuilds, await node.run_on_engine(look)
     with watched_rebuild(node, monkeypatch, refs) as (left, looks_at_all):
         await break_next_step(node)
         async with asyncio.timeout(60):
@@ -121,7 +121,7 @@ async def test_a_failed_step_ends_every_stream_and_the_engine_comes_back(
             assert response.status == 503 and response.headers["Retry-After"]
         await told(http.get("/readyz"), 503)
         await is_ready(node)
-    assert node.num_rebuilds == num_rebuilds + 1
+    assert node.figures().num_rebuilds == num_rebuilds + 1
     assert node.progress.stage == "ready"
     assert left == [[]]
     assert looks_at_all.count(True) == 1 < len(looks_at_all)
@@ -141,10 +141,10 @@ async def test_an_idle_engine_uses_no_processor(node: SharedNode) -> None:
     shares = []
     # One more step tells the worker that the request has ended, some time soon. An engine that never rests has no quiet stretch at all.
     for _ in range(10):
-        used, started, steps = processor_s(), time.monotonic(), node.num_steps
+        used, started, steps = processor_s(), time.monotonic(), node.figures().num_steps
         await asyncio.sleep(1)
         shares.append((processor_s() - used) / (time.monotonic() - started))
-        if shares[-1] < 0.02 and node.num_steps == steps:
+        if shares[-1] < 0.02 and node.figures().num_steps == steps:
             break
     else:
         pytest.fail(f"the engine's thread was never at rest: {shares} of a core")

@@ -27,7 +27,7 @@ from engine_bridge.protocol.node import Advisory, AdvisoryReport, KvSources
 from kvtiers.io.files import Files
 from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts
 
-from .conftest import settle
+from .conftest import num_free_blocks, settle
 from .nodes import NUM_LAYERS, WaitsForTheDisk, engine, generate, text
 
 BLOCK_BYTES = NUM_LAYERS * 2 * 2 * 64 * 32 * 4  # layers, K and V, heads, head size, tokens, float32
@@ -188,8 +188,7 @@ async def test_tokens_are_the_same_though_no_step_waits_for_copies(
         if host_blocks == 200:
             await what_is_promoted_is_found_once_it_has_come(node, undisturbed[0])
         assert await node.run_on_engine(lambda driver: driver.engine.reset_prefix_cache())
-        num_free = await node.run_on_engine(lambda driver: driver.counts().num_free_kv_blocks)
-        assert num_free == NUM_DEVICE_BLOCKS - 1
+        assert await num_free_blocks(node) == NUM_DEVICE_BLOCKS - 1
         await asyncio.to_thread(
             tiers.copier.rest
         )  # copies that hold no blocks of the device, but of host memory
@@ -254,8 +253,7 @@ async def test_tokens_are_the_same_under_memory_pressure(
         tiers.store.check_invariants()
         if kind == "default":
             await a_way_back_is_chosen_at_the_preemption_and_gone(node, tiers)
-        num_free = await node.run_on_engine(lambda driver: driver.counts().num_free_kv_blocks)
-        assert num_free == NUM_DEVICE_BLOCKS - 1
+        assert await num_free_blocks(node) == NUM_DEVICE_BLOCKS - 1
 
 
 async def a_way_back_is_chosen_at_the_preemption_and_gone(node: LocalNode, tiers: KvTiers) -> None:
@@ -309,7 +307,9 @@ async def test_the_store_outlives_a_rebuild_of_the_engine(tmp_path: Path) -> Non
             await node.run_on_engine(lambda driver, when=when: break_a_step(driver, tiers, when))
             with pytest.raises(Exception, match="rebuil"):
                 await generate(node, prompt, session_id="s")
-            await settle(lambda num=num_rebuilds: node.num_rebuilds == num and node.state == "ready")
+            await settle(
+                lambda num=num_rebuilds: node.figures().num_rebuilds == num and node.state == "ready"
+            )
             assert tiers.store.check_invariants() == 0, "held by a step that is gone"
             after = await generate(node, prompt, session_id="s")
             assert after.token_ids == before.token_ids

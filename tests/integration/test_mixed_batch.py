@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from bench.live.peers.engine import configure_environment, greedy
 from bench.live.shared.models import ModelShape, model_folder, write_adapter
-from engine_bridge.driver.corrections import logits_rows, seeds
+from engine_bridge.driver.corrections import cpu_steps, logits_rows
 from engine_bridge.driver.in_process import runner_of
 from engine_bridge.driver.lora import lora
 from tests.adapter_corpus import make_adapter
@@ -115,7 +115,7 @@ def engine(without_adapters):
         max_num_batched_tokens=CHUNK,
     )
     logits_rows.watch(runner_of(engine.engine))
-    seeds.watch(runner_of(engine.engine))
+    cpu_steps.keep_seeds(runner_of(engine.engine))
     engine.wrapper = lora.check_runner(runner_of(engine.engine))
     yield engine
     engine.close()

@@ -19,7 +19,7 @@ from openai.types.responses import response_create_params as response_params
 from gateway.app import Server
 from gateway.errors import GatewayError
 
-from .conftest import Gateways, SharedNode, engine_has, engine_is_empty, settle, told
+from .conftest import Gateways, SharedNode, engine_has, engine_is_empty, num_free_blocks, settle, told
 from .facts import CHAT, COMPLETIONS, HELLO, KEYS, MESSAGES, MODEL, RESPONSES, Http
 
 OpenAI = openai.AsyncOpenAI
@@ -152,12 +152,12 @@ async def test_completions(client: OpenAI) -> None:
 
 async def test_a_client_that_leaves_frees_the_engine(client: OpenAI, node: SharedNode) -> None:
     """Also one that waits for the whole answer; tests of keys and traces leave a stream."""
-    before = (await node.stats()).num_free_kv_blocks
+    before = await num_free_blocks(node)
     task = asyncio.create_task(say(client, max_tokens=3000, extra_body={"ignore_eos": True}))
     await engine_has(node, 1)
     task.cancel()
     await engine_is_empty(node)
-    assert (await node.stats()).num_free_kv_blocks == before
+    assert await num_free_blocks(node) == before
 
 
 async def test_repeated_request_ids_do_not_mix(client: OpenAI) -> None:

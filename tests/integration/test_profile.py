@@ -107,7 +107,7 @@ def test_an_interrupted_run_keeps_nothing(config: EngineConfig, driver: VllmDriv
         measure(driver, profiling_config(config), tmp_path / "profiles", 0.1, interrupt)
     assert {"adapters", "disk", "log"} <= set(seen), "it wrote nothing, so this test could not fail"
     assert list((tmp_path / "profiles").iterdir()) == []
-    assert driver.counts().num_running == driver.counts().num_waiting == 0
+    assert driver.report.stats().num_running == driver.report.stats().num_waiting == 0
 
 
 def test_the_profile_is_of_this_model_alone(data_dir: Path, driver: VllmDriver) -> None:

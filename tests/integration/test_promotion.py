@@ -26,7 +26,7 @@ from engine_bridge.protocol.node import Advisory, AdvisoryReport, KvSources, pac
 from engine_bridge.sleeping import Sleep
 
 from . import nodes
-from .conftest import engine_has, settle
+from .conftest import engine_has, num_free_blocks, settle
 from .nodes import WaitsForTheDisk, text
 
 BLOCK_TOKENS = 32
@@ -99,10 +99,6 @@ async def left_behind(
     return history
 
 
-async def free_blocks(node: LocalNode) -> int:
-    return (await node.stats()).num_free_kv_blocks
-
-
 def moved_bytes(tiers: KvTiers) -> tuple[int, int]:
     """Return the bytes that the copier has brought to the device so far, and those that the disk has read."""
     stats = tiers.stats()
@@ -125,7 +121,7 @@ async def test_promotion(tmp_path: Path) -> None:
         await a_failing_copy_costs_the_advice_and_no_memory(node, tiers)
         await embeddings_are_a_prompt_like_their_tokens_with_kv_of_their_own(node)
         await a_sleep_ends_answers_and_costs_no_conversation_its_kv(node)
-        assert await free_blocks(node) == NUM_DEVICE_BLOCKS - 1
+        assert await num_free_blocks(node) == NUM_DEVICE_BLOCKS - 1
         await settle(lambda: tiers.store.check_invariants() == 0)
         history, long = text("restart", HISTORY_TOKENS + 1), text("long", 9 * BLOCK_TOKENS + 2)
         await generate(node, history, "restart")
@@ -145,14 +141,14 @@ async def a_session_comes_up_from_disk_and_says_the_same(node: LocalNode, tiers:
         assert kv.device == 0 and kv.host == HISTORY_TOKENS
         await wash(node)
         forget_host(tiers)
-        free, moved = await free_blocks(node), moved_bytes(tiers)
+        free, moved = await num_free_blocks(node), moved_bytes(tiers)
         watch, _ = await advise(node, session, adapter=adapter)
         warm = await watch.until("warm")
         assert warm.device_tokens == warm.num_tokens == HISTORY_TOKENS
         assert warm.disk_bytes > 0 and warm.host_bytes == warm.disk_bytes  # read, then copied
         copied, read = moved_bytes(tiers)
         assert (warm.host_bytes, warm.disk_bytes) == (copied - moved[0], read - moved[1])
-        assert await free_blocks(node) == free  # promoted blocks are anybody's
+        assert await num_free_blocks(node) == free  # promoted blocks are anybody's
         answer, kv = await generate(node, follow_up, session, adapter)
         assert answer == plain
         assert kv.device == HISTORY_TOKENS
@@ -191,7 +187,7 @@ async def an_advisory_that_is_too_late_is_so_scored(node: LocalNode, tiers: KvTi
 
 async def wrong_and_retracted_ones_cost_no_memory(node: LocalNode, tiers: KvTiers) -> None:
     await left_behind(node, tiers, "wrong", keeps_host=True)
-    free = await free_blocks(node)
+    free = await num_free_blocks(node)
     watch, name = await advise(node, "wrong")
     await watch.until("warm")
     _, kv = await generate(node, text("something else", 100), "wrong")
@@ -217,7 +213,7 @@ async def wrong_and_retracted_ones_cost_no_memory(node: LocalNode, tiers: KvTier
     node.retract(name, is_expired=False)
     unknown, _ = await advise(node, "nobody has heard of it")
     await unknown.until("unknown")
-    assert await free_blocks(node) == free
+    assert await num_free_blocks(node) == free
 
 
 async def more_guesses_than_memory_leave_room_for_requests(node: LocalNode, tiers: KvTiers) -> None:
@@ -229,7 +225,7 @@ async def more_guesses_than_memory_leave_room_for_requests(node: LocalNode, tier
     watches = {session: (await advise(node, session))[0] for session in histories}
     await asyncio.gather(*(watch.until("warm", "host") for watch in watches.values()))
     assert {"warm", "host"} == {watch.states[-1] for watch in watches.values()}
-    assert await free_blocks(node) == NUM_DEVICE_BLOCKS - 1
+    assert await num_free_blocks(node) == NUM_DEVICE_BLOCKS - 1
     async with asyncio.timeout(30):  # half of an advisory's life
         long, _ = await generate(node, text("needy", WHOLE_DEVICE), "somebody else")
     assert len(long) == 4
@@ -288,15 +284,15 @@ async def a_failing_copy_costs_the_advice_and_no_memory(node: LocalNode, tiers: 
         def to_device(self, *args: object) -> None:
             raise RuntimeError("no such address")
 
-    free = await free_blocks(node)
+    free = await num_free_blocks(node)
     tiers.copier = Broken()
     try:
         watch, _ = await advise(node, "failing")
         await watch.until("cancelled")
     finally:
         tiers.copier = copier
-    assert await free_blocks(node) == free
-    assert (await node.stats()).num_rebuilds == 0
+    assert await num_free_blocks(node) == free
+    assert node.figures().num_rebuilds == 0
     assert (await generate(node, history, "failing"))[0] == plain
 
 

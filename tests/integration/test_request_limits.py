@@ -43,7 +43,7 @@ async def test_a_grammar_that_ends_its_helper_process_is_a_bad_request_and_the_s
     http: Http, node: SharedNode
 ) -> None:
     """By each API, and some of them streamed."""
-    num_rebuilds = node.num_rebuilds
+    num_rebuilds = node.figures().num_rebuilds
     for path, body in (
         (CHAT, BODY | {"response_format": schema_format(FATAL), "stream": True}),
         (CHAT, BODY | {"tools": [TOOL], "tool_choice": "required"}),
@@ -53,7 +53,7 @@ async def test_a_grammar_that_ends_its_helper_process_is_a_bad_request_and_the_s
     ):
         assert "too deeply" in (await told(http.post(path, json=body), 400))["error"]["message"]
         await told(http.post(CHAT, json=BODY))
-    assert node.num_rebuilds == num_rebuilds
+    assert node.figures().num_rebuilds == num_rebuilds
     await engine_is_empty(node)
 
 

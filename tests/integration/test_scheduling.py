@@ -22,7 +22,7 @@ from engine_bridge.driver.scheduling.scheduling import Scheduling
 from engine_bridge.local_node import LocalNode
 from engine_bridge.policy.scheduling.mlq import Mlq
 
-from .conftest import engine_is_empty
+from .conftest import engine_is_empty, engine_stats
 from .nodes import Expects, WaitsForTheDisk, ask, engine, text
 
 ADAPTERS = (None, "pirate", "robot", "shout")
@@ -101,18 +101,18 @@ class TestWithoutTiers:
             own.predictor = Expects(lambda request: 100 if request.num_prompt_tokens % 2 else 2)
         for _ in range(5):  # who meets whom depends on the machine's speed
             assert await crowd(tight) == undisturbed
-            state = own.state()
-            assert state["policy"] == policy
-            assert state["num_waiting"] == state["num_running"] == 0
+            core = own.dispatcher
+            assert core.policy.name == policy
+            assert core.num_waiting == core.num_running == 0
             # Under `mlq` quotas may leave nobody to be preempted.
-            if policy == "mlq" or state["counts"].get("preempted", 0) > 0:
+            if policy == "mlq" or core.counts["preempted"] > 0:
                 break
         else:
             pytest.fail("the device was too large, and this test could not fail")
         if isinstance(own.dispatcher.policy, Mlq):
             own.dispatcher.policy.check_invariants()
             assert own.dispatcher.policy.ledger.num_used == 0, "every quota has come back"
-        counts = await tight.run_on_engine(lambda driver: driver.counts())
+        counts = await engine_stats(tight)
         assert counts.num_free_kv_blocks == counts.num_kv_blocks - 1
 
 

@@ -135,26 +135,11 @@ class EmulatedAdapters:
         """
         if not self.is_at_hand(adapter_id) or self.is_held_back(adapter_id):
             return False
-        running = self._running()
-        room = self.free_room(running)
-        return room is None or self.needed_room(adapter_id, running) <= room
-
-    @property
-    def take_turns(self) -> bool:
-        """Whether adapters take turns, as in `Residency`."""
-        return bool(self.core.turns.last)
+        return self.core.has_room(adapter_id, self._running())
 
     def is_held_back(self, adapter_id: int) -> bool:
         """Return whether another adapter's turn holds this one back."""
         return self.core.turns.holds_back(adapter_id, self._running, self._clock.now)
-
-    def free_room(self, running: Collection[int]) -> int | None:
-        """Return the slots that adapters outside `running` could take; None without a bound."""
-        return self.core.free_room(running)
-
-    def needed_room(self, adapter_id: int, running: Collection[int]) -> int:
-        """Return the slots that the adapter would take beside the running ones."""
-        return self.core.needed_room(adapter_id, running)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 

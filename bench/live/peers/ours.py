@@ -158,7 +158,7 @@ class Ours(Engine):
         async with aclosing(answer) as outputs:
             async for output in outputs:
                 yield output.outputs[0].token_ids
-        if self.node.num_rebuilds > self._num_broken:
+        if self.node.figures().num_rebuilds > self._num_broken:
             raise RuntimeError("the engine failed and was rebuilt")
 
     def break_a_step(self, tokens: list[int]) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class Ours(Engine):
 
     async def _rebuilt(self) -> None:
         async with asyncio.timeout(REBUILD_TIMEOUT_S):
-            while self.node.num_rebuilds < self._num_broken or self.node.state != "ready":  # noqa: ASYNC110
+            while self.node.figures().num_rebuilds < self._num_broken or self.node.state != "ready":  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
 
     # -- advisories and drafts ---------------------------------------------------------------------------------------
@@ -400,7 +400,7 @@ class Ours(Engine):
         await asyncio.sleep(seconds)
         last = await self.node.run_on_engine(lambda driver: dict(driver.scheduling.seconds()))
         steps = times[num_before:]
-        num_waiting = (await self.node.stats()).num_waiting
+        num_waiting = await self.node.run_on_engine(lambda driver: driver.report.stats().num_waiting)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -180,11 +180,13 @@ class AdapterPlaces:
 
     def needed_room(self, adapter_id: int, running: Collection[int]) -> int:
         """Return the room that one more request of this adapter would take; 0 if the adapter runs already."""
-        return 0 if adapter_id in running else self.room_of(adapter_id)
+        return 0 if adapter_id in running else self.table[adapter_id].room
 
-    def room_of(self, adapter_id: int) -> int:
-        """Return the tokens of KV whose place this adapter takes on the device."""
-        return self.table[adapter_id].room
+    def has_room(self, adapter_id: int, running: Collection[int]) -> bool:
+        """Return whether the adapter fits beside the running ones, and is not itself to make room for another adapter. Changes nothing."""
+        room = self.free_room(running)
+        fits = room is None or self.needed_room(adapter_id, running) <= room
+        return fits and adapter_id not in self.turns.last
 
     def enter(self, adapter_ids: Collection[int], running: Collection[int], now: float) -> list[Move]:
         """Give slots to the adapters of a step that begins. Raises RuntimeError: the step uses more adapters than there are slots."""

@@ -156,14 +156,13 @@ class Known:
         """Priority, arrival and start, by which running requests are compared."""
         return Stint(self.facts.priority, self.facts.arrived_s, self.started_s)
 
-    def for_preemption(self, num_tokens: int, num_blocks: int, now: float) -> RunningFacts:
-        """Return the facts by which a request to preempt is chosen, for a request of this many tokens and device blocks."""
+    def for_preemption(self, num_tokens: int, now: float) -> RunningFacts:
+        """Return the facts by which a request to preempt is chosen, for a request of this many tokens."""
         facts = self.facts
         return RunningFacts(
             request_id=facts.request_id,
             fairness=fair_priority(now - facts.arrived_s, num_tokens, facts.weight),
             started_s=self.started_s or now,
-            num_blocks=num_blocks,
             urgency=facts.priority,
         )
 
@@ -364,8 +363,7 @@ class Dispatcher:
         for request_id, num_tokens, _ in running:
             known = self._known.get(request_id)
             if known is not None:
-                num_blocks = self._engine.held_blocks(request_id)
-                found.append((known.facts.arrived_s, known.for_preemption(num_tokens, num_blocks, now)))
+                found.append((known.facts.arrived_s, known.for_preemption(num_tokens, now)))
         return by_worth(found, order) if len(found) > 1 else None
 
     def _pause(self, running: Sequence[Progress], now: float) -> tuple[str, ...]:

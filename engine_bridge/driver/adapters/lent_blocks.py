@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 
@@ -146,7 +147,7 @@ class LentBlocks(Generic[AnyLoan]):
         """
         if num_blocks > self._pool.get_num_free_blocks():
             return False
-        front = _front(self._pool.free_block_queue, num_blocks)
+        front = list(islice(self._pool.free_block_queue.iter_blocks_after(None), num_blocks))
         if any(block.block_id in self._lent for block in front):
             return False  # the caller makes room first
         num_cached = sum(block.block_hash is not None for block in front)
@@ -158,7 +159,7 @@ class LentBlocks(Generic[AnyLoan]):
         Before prefix KV is overwritten, adapters leave that are worth less; before an adapter is, another one leaves that is worth less.
         """
         while self._entries:
-            front = _front(self._pool.free_block_queue, num_blocks)
+            front = list(islice(self._pool.free_block_queue.iter_blocks_after(None), num_blocks))
             num_cached = sum(block.block_hash is not None for block in front)
             victim = self._less_valuable_than_blocks(num_cached) if num_cached else None
             if victim is None and any(block.block_id in self._lent for block in front):
@@ -201,12 +202,3 @@ class LentBlocks(Generic[AnyLoan]):
                 queue.remove(block)
             queue.prepend_n(rest)
         self._lost = []
-
-
-def _front(queue: Any, num_blocks: int) -> list[Any]:
-    blocks: list[Any] = []
-    block = queue.fake_free_list_head.next_free_block
-    while len(blocks) < num_blocks and block is not queue.fake_free_list_tail:
-        blocks.append(block)
-        block = block.next_free_block
-    return blocks

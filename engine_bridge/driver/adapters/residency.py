@@ -183,22 +183,8 @@ class Residency:
         return self.is_at_hand(adapter_id) and not self.is_held_back(adapter_id) and self.has_room(adapter_id)
 
     def has_room(self, adapter_id: int) -> bool:
-        """Return whether the adapter fits beside the running ones, and is not itself to make room for another adapter. Changes nothing."""
-        running = self._running_ids()
-        room = self.free_room(running)
-        fits = room is None or self.needed_room(adapter_id, running) <= room
-        return fits and adapter_id not in self.core.turns.last
-
-    def free_room(self, running: Collection[int]) -> int | None:
-        """Return the room that adapters of further requests may take in steps to come; None: no bound.
-
-        An adapter that is too large for all of the room runs alone.
-        """
-        return self.core.free_room(running)
-
-    def needed_room(self, adapter_id: int, running: Collection[int]) -> int:
-        """Return the room that one more request of this adapter needs beside the running ones."""
-        return self.core.needed_room(adapter_id, running)
+        """Return whether the adapter has room beside the running ones; see `AdapterPlaces.has_room`."""
+        return self.core.has_room(adapter_id, self._running_ids())
 
     def is_at_hand(self, adapter_id: int) -> bool:
         """Return whether a step could compute with this adapter as far as its weights are concerned.
@@ -222,11 +208,6 @@ class Residency:
         else:
             num_bytes = self._slots.left_bytes(version.slot)
         return self._step_layouts.allows(adapter_id, num_bytes, self._clock())
-
-    @property
-    def take_turns(self) -> bool:
-        """Whether an adapter waits for memory and others make room for it."""
-        return bool(self.core.turns.last)
 
     def is_held_back(self, adapter_id: int) -> bool:
         """Return whether the adapter starts no further request, so that another adapter gets its turn."""

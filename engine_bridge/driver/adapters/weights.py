@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from engine_bridge.adapters.errors import AdapterRejected, quoted
 from engine_bridge.adapters.files import (
@@ -340,17 +341,14 @@ def contract_of(manager: Any, base_models: tuple[str, ...]) -> ModelContract:
 
 def contract_from(facts: ContractFacts, base_models: tuple[str, ...]) -> ModelContract:
     """Return the contract with these facts. base_models: names and paths under which adapters may know the model."""
+    accepted = asdict(facts)
+    renames = accepted.pop("renames")
     return ModelContract(
-        modules=facts.modules,
-        max_rank=facts.max_rank,
         base_models=base_models,
-        module_of=lambda name: parse_fine_tuned_lora_name(name, facts.renames),
+        module_of=lambda name: parse_fine_tuned_lora_name(name, renames),
         check_config=_unsupported,
-        embedding_modules=facts.embedding_modules,
-        parts_of=facts.parts_of,
-        unused_modules=facts.unused_modules,
-        dtype=facts.dtype,
         scales=_scales,
+        **accepted,
     )
 
 

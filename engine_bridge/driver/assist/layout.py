@@ -16,7 +16,10 @@ import mmap
 import os
 import struct
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
 
 WORD_BYTES: Final = 8
 FLOAT_BYTES: Final = 4
@@ -96,6 +99,11 @@ class Mailbox:
 def mailboxes(region: memoryview, num_workers: int) -> list[Mailbox]:
     """Return the mailboxes at the beginning of the jobs region (a byte view of it, writable)."""
     return [Mailbox(region, worker * MAILBOX_BYTES) for worker in range(num_workers)]
+
+
+def matrix(region: torch.Tensor, offset: int, num_rows: int, num_columns: int) -> torch.Tensor:
+    """View `[num_rows, num_columns]` fp32 at byte `offset` of a region given as flat fp32."""
+    return region.as_strided((num_rows, num_columns), (num_columns, 1), offset // FLOAT_BYTES)
 
 
 def memory_file(name: str, num_bytes: int) -> int:

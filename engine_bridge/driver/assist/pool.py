@@ -23,7 +23,7 @@ from typing import Self
 import torch
 
 from engine_bridge.driver.assist.allocator import FirstFitAllocator, align
-from engine_bridge.driver.assist.layout import FLOAT_BYTES, Job, mailboxes_bytes, memory_file
+from engine_bridge.driver.assist.layout import FLOAT_BYTES, Job, mailboxes_bytes, matrix, memory_file
 from engine_bridge.driver.assist.shares import num_workers_for, split_rows
 from engine_bridge.driver.assist.store import Module, WeightsRegion, described, layer_bytes
 from engine_bridge.driver.assist.team import AssistLost, Team
@@ -205,7 +205,7 @@ class AssistPool:
             except AssistLost:
                 self._is_lost = True
                 raise
-        y.copy_(self._view(self._results_start, *y.shape))
+        y.copy_(matrix(self._jobs, self._results_start, *y.shape))
 
     def _check_usable(self) -> None:
         if self._is_closed or self._is_lost:
@@ -230,10 +230,6 @@ class AssistPool:
         for worker, (first, last) in enumerate(parts):
             x_at = self._x_start + first * num_in * FLOAT_BYTES
             y_at = self._results_start + first * num_out * FLOAT_BYTES
-            self._view(x_at, last - first, num_in).copy_(x[first:last])
-            self._view(y_at, last - first, num_out).copy_(y[first:last])
+            matrix(self._jobs, x_at, last - first, num_in).copy_(x[first:last])
+            matrix(self._jobs, y_at, last - first, num_out).copy_(y[first:last])
             self._team.give(worker, Job(place.head, x_at, y_at, last - first, num_in, num_out, scale))
-
-    def _view(self, offset: int, num_rows: int, num_columns: int) -> torch.Tensor:
-        """View a row-major matrix at a byte offset of the jobs region."""
-        return self._jobs.as_strided((num_rows, num_columns), (num_columns, 1), offset // FLOAT_BYTES)

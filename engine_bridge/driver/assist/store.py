@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from engine_bridge.driver.assist.allocator import align
-from engine_bridge.driver.assist.layout import FLOAT_BYTES, WORD_BYTES, head_bytes
+from engine_bridge.driver.assist.layout import FLOAT_BYTES, WORD_BYTES, head_bytes, matrix
 from engine_bridge.driver.lora.lora_weights import SlotWeights
 
 
@@ -47,11 +47,10 @@ class WeightsRegion:
             self._words[i] = word
         return module
 
-    def _write_matrix(self, offset: int, matrix: torch.Tensor) -> int:
+    def _write_matrix(self, offset: int, values: torch.Tensor) -> int:
         """Copy a matrix to `offset` as row-major fp32 and return where the next one may begin."""
-        start = offset // FLOAT_BYTES
-        self._floats[start : start + matrix.numel()].view(matrix.shape).copy_(matrix)
-        return offset + _matrix_bytes(matrix)
+        matrix(self._floats, offset, *values.shape).copy_(values)
+        return offset + _matrix_bytes(values)
 
 
 def described(offset: int, layer: SlotWeights) -> Module:
@@ -61,11 +60,11 @@ def described(offset: int, layer: SlotWeights) -> Module:
     return Module(offset, num_in, least_in, max(part.right for part in layer.expands))
 
 
-def _matrix_bytes(matrix: torch.Tensor) -> int:
-    return align(matrix.numel() * FLOAT_BYTES)
+def _matrix_bytes(values: torch.Tensor) -> int:
+    return align(values.numel() * FLOAT_BYTES)
 
 
 def layer_bytes(layer: SlotWeights) -> int:
     """Return the bytes that a layer takes in the region."""
     matrices = [part.b for part in layer.expands] + ([layer.a] if layer.a is not None else [])
-    return align(head_bytes(len(layer.expands))) + sum(_matrix_bytes(matrix) for matrix in matrices)
+    return align(head_bytes(len(layer.expands))) + sum(map(_matrix_bytes, matrices))

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING
 
 from engine_bridge.driver.assist.layout import (
     EXPAND_WORDS,
-    FLOAT_BYTES,
     HEAD_WORDS,
     WORD_BYTES,
     Job,
     mailboxes,
+    matrix,
 )
 
 if TYPE_CHECKING:
@@ -56,11 +56,6 @@ def die_with_parent(parent: int, is_main_thread: bool) -> None:
         os._exit(0)
 
     threading.Thread(target=wait, name="parent-watch", daemon=True).start()
-
-
-def matrix(region: torch.Tensor, offset: int, num_rows: int, num_columns: int) -> torch.Tensor:
-    """View `[num_rows, num_columns]` fp32 at byte `offset` of a region given as flat fp32."""
-    return region.as_strided((num_rows, num_columns), (num_columns, 1), offset // FLOAT_BYTES)
 
 
 def compute(job: Job, words: memoryview, weights: torch.Tensor, jobs: torch.Tensor) -> None:

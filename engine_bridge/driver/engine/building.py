@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_bridge.driver.corrections import embeds_token, new_blocks, picture_cache, state_blocks
+from engine_bridge.driver.corrections import cpu_steps, renderer, state_blocks
 from engine_bridge.driver.vllm_api.features import (
     EMBEDS_TOKEN,
     HALF_CHARACTERS,
@@ -136,7 +136,7 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
 
         detokenizing.install()
     if config.enable_prompt_embeds and EMBEDS_TOKEN not in off:
-        embeds_token.install()
+        renderer.add_no_token()
     admission.install(config.grammar_bytes)
     args = engine_args(config, tiers, off)
     args.reasoning_config = reasoning_config(args, config.reasoning_parser, config.chat_template)
@@ -153,7 +153,7 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
             ensure_kv_transfer_shutdown()
         raise
     if PICTURE_CACHE not in off:
-        picture_cache.install(engine)
+        renderer.send_pictures_whole(engine)
     core = engine.engine_core.engine_core
     if core.request_block_hasher is not None:  # None where vLLM reuses no KV
         core.request_block_hasher = hash_by_content(core.request_block_hasher)
@@ -162,7 +162,7 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
     else:
         worker_parts.watch(runner_of(engine), off, on_cpu=on_cpu, has_adapters=config.enable_lora)
     if on_cpu and NEW_BLOCKS not in off:
-        new_blocks.install(engine)
+        cpu_steps.empty_new_blocks(engine)
     return engine
 
 
@@ -223,9 +223,11 @@ def engine_args(config: EngineConfig, tiers: KvTiers | None, off: Off = frozense
 def _on_cpu(config: EngineConfig, off: Off) -> dict[str, Any]:
     """Return vLLM's arguments for a CPU alone, after what it reads elsewhere was set."""
     if MODEL_CLASSES not in off:
-        from engine_bridge.driver.corrections import model_classes
+        from engine_bridge.driver.vllm_api import registry
 
-        model_classes.install()
+        # vLLM asks a process that it starts for what a model's class says, which imports all of vLLM again: 9 s of a core. It does so to leave CUDA
+        # alone, and the engine that is built next, in this process, imports the class anyway. Source: vLLM 0.32.
+        registry._run_in_subprocess = lambda fn: fn()
     if config.kv_cache_gib is not None:
         # vLLM would take this, in whole GiB, in place of the size that it is told.
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)

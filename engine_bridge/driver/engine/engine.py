@@ -8,7 +8,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +36,6 @@ from engine_bridge.driver.vllm_api.features import (
 )
 from engine_bridge.policy.adapters.adapter_cache import PrefixFacts
 from engine_bridge.policy.costs.costs import TablePrefill
-from engine_bridge.policy.scheduling.pausing import DecodeSeconds
 from engine_bridge.policy.scheduling.policies import POLICIES
 from engine_bridge.settings.engine_config import EngineConfig
 from engine_bridge.settings.profile import MachineProfile
@@ -60,17 +58,6 @@ if TYPE_CHECKING:
     from engine_bridge.predict.length import LengthPredictor
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class EngineCounts:
-    """A snapshot of the scheduler: requests and KV blocks."""
-
-    num_running: int
-    num_waiting: int
-    num_kv_blocks: int
-    num_free_kv_blocks: int
-    block_size: int
 
 
 class VllmDriver:
@@ -368,17 +355,6 @@ class VllmDriver:
         manager = self.engine.engine_core.engine_core.structured_output_manager
         manager.reasoner_cls = ReasoningParserManager.get_reasoning_parser(name) if name else None
 
-    def counts(self) -> EngineCounts:
-        """Return how many requests and KV blocks there are."""
-        num_running, num_waiting = self._scheduler.get_request_counts()
-        return EngineCounts(
-            num_running=num_running,
-            num_waiting=num_waiting,
-            num_kv_blocks=self._block_pool.num_gpu_blocks,
-            num_free_kv_blocks=self._block_pool.get_num_free_blocks(),
-            block_size=self._block_size,
-        )
-
     def _make_last_saves(self) -> LastSaves | None:
         """Return what saves the blocks once more that the device is about to lose; None where there are no tiers to save them to."""
         from engine_bridge.driver.kv.last_saves import LastSaves, num_leaving
@@ -439,7 +415,7 @@ class VllmDriver:
     def _make_scheduling(self, config: EngineConfig) -> Scheduling:
         from engine_bridge.driver.scheduling.scheduling import Scheduling
 
-        decode_s: DecodeSeconds = lambda num, num_tokens: self.steps.step_s(0, num, num_tokens)  # noqa: E731
+        pace = Pace(self._scheduler, self.steps, self.speeds.times, config.max_step_ms / 1e3)
         scheduling = Scheduling(
             POLICIES[config.scheduling_policy],
             num_tokens=self.capacity_tokens,
@@ -451,8 +427,8 @@ class VllmDriver:
             block_pool=self._block_pool,
             adapters=None if isinstance(self.adapters, NoAdapters) else self.adapters,
             ways=self._tiers.way_counts if self._tiers is not None else None,
-            pace=Pace(self._scheduler, self.steps, self.speeds.times, config.max_step_ms / 1e3),
-            pauses=Pauses(decode_s, config.urgent_tpot_ms / 1e3),
+            pace=pace,
+            pauses=Pauses(pace.decode_s, config.urgent_tpot_ms / 1e3),
             predictor=self._predictor,
             refit_every_s=config.lane_refit_s,
             lane_rule=config.lane_rule,

@@ -5,20 +5,9 @@ Call `install` before the worker is made, and `watch` once its model is loaded.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from engine_bridge.driver.corrections import (
-    bad_words,
-    draft_groups,
-    draft_settings,
-    expert_routing,
-    gated_delta,
-    mamba2,
-    missing_weights,
-    query_scales,
-    rotary,
-    seeds,
-)
+from engine_bridge.driver.corrections import bad_words, cpu_layers, cpu_steps, model_files
 from engine_bridge.driver.vllm_api.features import (
     BAD_WORDS,
     DRAFT_GROUPS,
@@ -30,17 +19,25 @@ from engine_bridge.driver.vllm_api.features import (
     QUERY_SCALES,
     ROTARY,
     SEEDS,
+    Feature,
 )
 from engine_bridge.driver.vllm_api.start import Off
 
-_ON_CPU = {
-    DRAFT_SETTINGS: draft_settings,
-    ROTARY: rotary,
-    MAMBA2: mamba2,
-    GATED_DELTA: gated_delta,
-    EXPERT_ROUTING: expert_routing,
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_ON_CPU: dict[Feature, Callable[[], None]] = {
+    DRAFT_SETTINGS: cpu_steps.follow_settings_of_drafts,
+    ROTARY: cpu_layers.flatten_heads,
+    MAMBA2: cpu_layers.end_steps_at_states,
+    GATED_DELTA: cpu_layers.take_single_tokens,
+    EXPERT_ROUTING: cpu_layers.group_experts,
 }
-_EVERYWHERE = {BAD_WORDS: bad_words, QUERY_SCALES: query_scales, MISSING_WEIGHTS: missing_weights}
+_EVERYWHERE: dict[Feature, Callable[[], None]] = {
+    BAD_WORDS: bad_words.install,
+    QUERY_SCALES: model_files.read_query_scales,
+    MISSING_WEIGHTS: model_files.note_missing_weights,
+}
 
 
 def install(off: Off, *, on_cpu: bool, has_adapters: bool) -> None:
@@ -54,22 +51,19 @@ def install(off: Off, *, on_cpu: bool, has_adapters: bool) -> None:
         from engine_bridge.driver.adapters import seam
 
         seam.install()
-    for feature, part in _ON_CPU.items() if on_cpu else ():
+    for feature, replace in (_EVERYWHERE | (_ON_CPU if on_cpu else {})).items():
         if feature not in off:
-            part.install()
-    for feature, part in _EVERYWHERE.items():
-        if feature not in off:
-            part.install()
+            replace()
 
 
 def watch(runner: Any, off: Off, *, on_cpu: bool, has_adapters: bool) -> None:
     """Replace parts of a model runner whose model is loaded. For the arguments see `install`. Raises SeamMoved."""
     if MISSING_WEIGHTS not in off:
-        missing_weights.say(runner)
+        model_files.say_missing_weights(runner)
     if on_cpu and DRAFT_GROUPS not in off:
-        draft_groups.watch(runner)
+        cpu_steps.draft_in_own_group(runner)
     if on_cpu and SEEDS not in off:
-        seeds.watch(runner)
+        cpu_steps.keep_seeds(runner)
     if has_adapters:
         from engine_bridge.driver.corrections import logits_rows
 

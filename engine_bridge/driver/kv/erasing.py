@@ -33,12 +33,8 @@ def erase_free_blocks(driver: VllmDriver) -> int:
     Raises RankError.
     """
     manager = scheduler_of(driver.engine).kv_cache_manager
-    queue = manager.block_pool.free_block_queue
-    block, numbers = queue.fake_free_list_head.next_free_block, []
-    while block is not None and block is not queue.fake_free_list_tail:
-        if block.block_hash is not None:
-            numbers.append(int(block.block_id))
-        block = block.next_free_block
+    free = manager.block_pool.free_block_queue.iter_blocks_after(None)
+    numbers = [int(block.block_id) for block in free if block.block_hash is not None]
     manager.evict_blocks(set(numbers))
     ranks = ranks_of(driver.engine)
     if ranks is not None:

@@ -12,6 +12,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from engine_bridge.core.kv.cache_moves import Copy, Refresh
@@ -72,11 +73,8 @@ class PrefixCache:
         if not all(found):
             return None
         kept_ids = {block.block_id for block in found}
-        queue, num = self._pool.free_block_queue, 0
-        front = queue.fake_free_list_head.next_free_block
-        while num < limit and front is not queue.fake_free_list_tail and front.block_id not in kept_ids:
-            front, num = front.next_free_block, num + 1
-        return num
+        front = islice(self._pool.free_block_queue.iter_blocks_after(None), limit)
+        return count_while(block.block_id not in kept_ids for block in front)
 
     def find(self, entries: Entries, limit: int) -> list[Any]:
         """Return the pool's blocks of the first `limit` entries of a prefix, up to the first gap."""

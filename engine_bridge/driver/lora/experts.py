@@ -8,27 +8,17 @@ Source: vLLM 0.32, `model_executor/layers/fused_moe/oracle/unquantized.py` and `
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 
-class WithoutAdapters:
-    """Makes vLLM's configuration of a layer's experts, in which they take no adapters."""
-
-    def __init__(self, make: Callable[..., Any]) -> None:
-        self._make = make
-
-    def __call__(self, **options: Any) -> Any:
-        """Return a `FusedMoEConfig` of these options."""
-        return self._make(**options | {"is_lora_enabled": False})
-
-
+@cache
 def install() -> None:
-    """Have the next engine of this process compute experts as it would without adapters."""
+    """Have the engines of this process compute experts as they would without adapters."""
     from engine_bridge.driver.vllm_api import layer
 
-    if not isinstance(layer.FusedMoEConfig, WithoutAdapters):
-        layer.FusedMoEConfig = WithoutAdapters(layer.FusedMoEConfig)
+    make = layer.FusedMoEConfig
+    layer.FusedMoEConfig = lambda **options: make(**options | {"is_lora_enabled": False})
 
 
 def leave_experts_out(manager: Any) -> None:

@@ -5,10 +5,12 @@ Everything here runs on the engine thread.
 
 from __future__ import annotations
 
+import logging
 import time
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,7 +23,6 @@ from engine_bridge.core.scheduling.victims import most_new_blocks
 from engine_bridge.driver.adapters.residency import lora_ids
 from engine_bridge.driver.background import is_background
 from engine_bridge.driver.carried import facts_of
-from engine_bridge.driver.scheduling.fit_thread import FitThread
 from engine_bridge.driver.scheduling.pace import Pace
 from engine_bridge.driver.vllm_api import RequestQueue, RequestStatus
 from engine_bridge.policy.kv.kv_layout import KvLayout
@@ -31,10 +32,11 @@ from engine_bridge.policy.scheduling.queue_policy import Waiting
 from engine_bridge.predict.length import LengthPredictor, OnlineLengths
 from engine_bridge.protocol.engine_request import EngineRequest, session_key
 from engine_bridge.protocol.figures import LaneStats
-from kvtiers.closing import going_on
 
 if TYPE_CHECKING:
     from engine_bridge.driver.adapters.residency import Residency
+
+log = logging.getLogger(__name__)
 
 
 class PolicyQueue(RequestQueue):
@@ -163,9 +165,7 @@ class Scheduling:
         self._adapters = adapters
         self._ways = ways or dict
         self._clock, self._stopwatch = clock, stopwatch
-        self._thread = None
-        if run_fit is None:
-            run_fit = self._thread = FitThread()
+        self._fits = ThreadPoolExecutor(1, "refit")  # starts no thread before it has work
         self._requests: dict[str, Any] = {}
         self._running_adapters: Collection[int] = ()
         """Ids of the running requests' adapters, as of the step that is decided. Collected once, as hundreds of waiting requests are looked at."""
@@ -174,7 +174,7 @@ class Scheduling:
             make_policy(num_tokens),
             self,
             Refits(
-                run_fit,
+                run_fit or self._fit_beside,
                 lambda: self.predictor.refit(),
                 now=clock(),
                 every_s=refit_every_s,
@@ -253,8 +253,8 @@ class Scheduling:
             running=running,
             free_blocks=scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
             num_slots=scheduler.max_num_running_reqs - len(scheduler.running),
-            adapter_bytes=self._adapters.free_room(running_adapters) if self._adapters is not None else None,
-            adapters_take_turns=self._adapters is not None and self._adapters.take_turns,
+            adapter_bytes=self._adapters.core.free_room(running_adapters) if self._adapters else None,
+            adapters_take_turns=bool(self._adapters and self._adapters.core.turns.last),
             shared_tokens=self._tokens_held_twice(scheduler),
         )
         plan = self.dispatcher.begin_step(view, now)
@@ -368,11 +368,7 @@ class Scheduling:
 
     def missing_adapter_bytes(self, adapter_id: int) -> int:
         """Return the room that the adapter would need beside the running ones; 0 where adapters are not bounded."""
-        return (
-            self._adapters.needed_room(adapter_id, self._running_adapters)
-            if self._adapters is not None
-            else 0
-        )
+        return self._adapters.core.needed_room(adapter_id, self._running_adapters) if self._adapters else 0
 
     # -- to look at ----------------------------------------------------------------------------------------------------
 
@@ -400,27 +396,19 @@ class Scheduling:
         """Return the seconds that decisions, and all of our work in steps, have taken. From any thread."""
         return {"decide": self.dispatcher.decide_s, "step": self.step_s}
 
-    def state(self) -> dict[str, Any]:
-        """Return the dispatcher's state, for people and benches."""
-        own = self.dispatcher
-        found: dict[str, Any] = {
-            "policy": own.policy.name,
-            "num_waiting": own.num_waiting,
-            "num_running": own.num_running,
-            "num_paused": len(own.pauses),
-            "reasons": dict(Counter(map(own.reason, own.waiting_ids()))),
-            "counts": dict(own.counts),
-            "token_s": own.token_s,
-        }
-        if (lanes := self.lanes()) is not None:
-            found["lanes"] = msgspec.structs.asdict(lanes)
-        return found
+    def _fit_beside(self, work: Callable[[], None]) -> None:
+        self._fits.submit(_safely, work)
 
     def close(self) -> None:
-        """Close the thread that fits lanes."""
-        if self._thread is not None:
-            with going_on("the thread that fits lanes"):
-                self._thread.close()
+        """Drop the fits of lanes that have not begun, without waiting for the running one."""
+        self._fits.shutdown(wait=False, cancel_futures=True)
+
+
+def _safely(work: Callable[[], None]) -> None:
+    try:
+        work()
+    except Exception:
+        log.exception("lanes or the predictor could not be fitted; they stay as they are")
 
 
 def _progress(running: list[Any]) -> list[Progress]:

@@ -52,7 +52,7 @@ def _check_owner(owner: Owner) -> Iterator[Finding]:
     for use in owner.uses:
         if (found := _problem(live, use)) is not None:
             yield Finding(owner.path, use.by or use.name, found, use.feature)
-    implemented = {use.name for use in owner.uses if use.how == "implement"}
+    implemented = {use.name for use in owner.uses if use.how in ("implement", "override")}
     new = live.abstract_names() - implemented if implemented else frozenset()
     if new:
         yield Finding(owner.path, "", f"it also wants {_listed(new)} of a subclass", owner.feature)

@@ -49,7 +49,6 @@ vllm.config:LoggingConfig RANKS
 vllm.distributed.kv_transfer KV_TIERS
     call get_kv_transfer_group() ensure_kv_transfer_shutdown()
 vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorWorkerMetadata RANKS
-    implement aggregate
     override aggregate(other)
 vllm.config:ParallelConfig RANKS at vllm_config.parallel_config
     read world_size
@@ -227,7 +226,7 @@ vllm.config:SchedulerConfig PACE at vllm_config.scheduler_config
     read disable_chunked_mm_input
     write long_prefill_token_threshold
 vllm.v1.core.sched.request_queue:RequestQueue SCHEDULING
-    implement add_request pop_request peek_request prepend_request prepend_requests remove_request remove_requests __bool__ __len__ __iter__
+    implement __bool__ __len__ __iter__
     override add_request(request) prepend_request(request) prepend_requests(requests) pop_request() peek_request() remove_request(request)
         remove_requests(requests)
 vllm.v1.request:RequestStatus SCHEDULING
@@ -259,7 +258,7 @@ vllm.v1.core.block_pool:BlockPool ENGINE at engine_core.engine_core.scheduler.kv
     call get_num_free_blocks()
     SCHEDULING: call get_cached_block(block_hash, kv_cache_group_ids)
     KV_TIERS: call touch(blocks) free_blocks(ordered_blocks)
-    KV_TIERS: read blocks
+    KV_TIERS: read blocks free_block_queue
     PROMOTION: call get_new_blocks(num_blocks)
         cache_full_blocks(*, request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id)
     # A promotion has only hashes to give in place of a request.
@@ -269,16 +268,15 @@ vllm.v1.core.block_pool:BlockPool ENGINE at engine_core.engine_core.scheduler.kv
     ADAPTERS_IN_KV: call unpin_blocks(blocks, on_reuse)
     ADAPTERS_IN_KV: look up in get_new_blocks: _notify_reuse
     ADAPTERS_IN_KV: read free_block_queue
-    PROMOTION: read free_block_queue
 vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue ADAPTERS_IN_KV at engine_core.engine_core.scheduler.kv_cache_manager.block_pool.free_block_queue
-    call remove(block) append_n(blocks) prepend_n(blocks)
-    read fake_free_list_head fake_free_list_tail
+    call remove(block) append_n(blocks) prepend_n(blocks) iter_blocks_after(cursor)
+    KV_TIERS: call iter_blocks_after(cursor)
+    KV_TIERS: read fake_free_list_tail
 vllm.v1.core.kv_cache_utils:KVCacheBlock ADAPTERS_IN_KV
-    read block_hash next_free_block
-    KV_TIERS: read ref_cnt
+    read block_hash
+    KV_TIERS: read ref_cnt prev_free_block
     PROMOTION: read block_id
 vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1 KV_TIERS
-    implement build_connector_meta get_num_new_matched_tokens save_kv_layer start_load_kv update_state_after_alloc wait_for_layer_load wait_for_save
     override __init__(vllm_config, role, kv_cache_config) requires_kv_delivery requires_piecewise_for_cudagraph(extra_config) on_new_request(request)
         get_num_new_matched_tokens(request, num_computed_tokens) update_state_after_alloc(request, blocks, num_external_tokens)
         build_connector_meta(scheduler_output) update_connector_output(connector_output) request_finished(request, block_ids)
@@ -287,7 +285,6 @@ vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1 KV_TIERS
     read _kv_cache_manager _vllm_config
     RANKS: override build_connector_worker_meta()
 vllm.distributed.kv_transfer.kv_connector.v1.base:SupportsHMA KV_TIERS
-    implement request_finished_all_groups
     override request_finished_all_groups(request, block_ids)
 vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorMetadata KV_TIERS
 vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorRole KV_TIERS
@@ -444,9 +441,9 @@ vllm.sampling_params:StructuredOutputsParams GRAMMARS
 SERVING_SIDE = owners("""
 # -- the client --------------------------------------------------------------------------------------------------------
 vllm.engine.protocol:EngineClient APIS
-    implement is_running is_stopped errored dead_error generate encode abort notify_kv_transfer_request_rejected is_tracing_enabled do_log_stats
-        check_health start_profile stop_profile reset_mm_cache reset_encoder_cache reset_prefix_cache sleep release_kv_cache_memory wake_up
-        is_sleeping add_lora pause_generation resume_generation is_paused shutdown
+    implement is_running is_stopped errored dead_error encode notify_kv_transfer_request_rejected is_tracing_enabled do_log_stats check_health
+        start_profile stop_profile reset_mm_cache reset_encoder_cache sleep release_kv_cache_memory wake_up is_sleeping pause_generation
+        resume_generation is_paused
     override generate(prompt, sampling_params, request_id, *, prompt_text=None, lora_request=None, tokenization_kwargs=None, trace_headers=None,
         priority=0, data_parallel_rank=None, session_id=None, kv_hints=None, reasoning_ended=None, reasoning_parser_kwargs=None) abort(request_id)
         add_lora(lora_request) reset_prefix_cache(reset_running_requests=False, reset_connector=False) shutdown(timeout=None)

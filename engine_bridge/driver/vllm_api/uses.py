@@ -10,7 +10,8 @@ engine's own instance, as attributes from the `LLMEngine` on. A use may belong t
 above; `#` begins a comment. The uses are:
 
 - `read`, `write`, `call`: we do that with the name; `tag`: we add this attribute to vLLM's object;
-- `override`: our subclass does; `implement`: the same for an abstract method, and all of them are named: if vLLM adds one, our class cannot be built;
+- `override`: our subclass does; `implement`: the same for an abstract method without its parameters. Of a class with such uses all abstract methods
+  are named: if vLLM adds one, our class cannot be built;
 - `replace`: we put our own in the name's place;
 - `look up in f`: vLLM's function `f` must still look the name up when it runs, or ours is never called.
 

@@ -30,8 +30,6 @@ def _shares(scores: Sequence[float], cached: Sequence[CachedAdapter], window_s: 
 class AdapterLru(AdapterEvictionPolicy):
     """The adapter unused for the longest time leaves first. The baseline."""
 
-    name = "lru"
-
     def order(self, cached: Sequence[CachedAdapter], now: float) -> list[CachedAdapter]:
         """Return the adapters in the order of their last use, the oldest first."""
         return by_value(cached, [adapter.last_used_s for adapter in cached])
@@ -54,8 +52,6 @@ class ChameleonScore(AdapterEvictionPolicy):
     frequency: float = 0.45
     recency: float = 0.10
     size: float = 0.45
-
-    name = "chameleon"
 
     def order(self, cached: Sequence[CachedAdapter], now: float) -> list[CachedAdapter]:
         """Return the adapters in the order of their scores, the lowest first."""
@@ -81,8 +77,6 @@ class ChameleonScore(AdapterEvictionPolicy):
 
 class EqualWeights(ChameleonScore):
     """The same score with equal coefficients. Source: Chameleon §5.3, "FairShare"."""
-
-    name = "equal_weights"
 
     def __init__(self) -> None:
         super().__init__(1 / 3, 1 / 3, 1 / 3)

@@ -222,8 +222,6 @@ class Adaptive(AdapterEvictionPolicy):
     num_bytes.
     """
 
-    name = "adaptive"
-
     def __init__(self, max_adapters: int = MAX_COUNTED_ADAPTERS) -> None:
         self.shares = RequestShares(max_adapters)
         self.lru = ShadowCache()

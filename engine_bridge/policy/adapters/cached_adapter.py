@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
 
 from msgspec import Struct
 
@@ -38,8 +37,6 @@ class AdapterEvictionPolicy(ABC):
 
     A policy may keep state; it learns of events by the three hooks, from one caller and in order of time.
     """
-
-    name: ClassVar[str]
 
     @abstractmethod
     def order(self, cached: Sequence[CachedAdapter], now: float) -> list[CachedAdapter]:

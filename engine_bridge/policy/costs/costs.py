@@ -92,7 +92,6 @@ class StepTable:
         self._slowness = 1.0
         self.usual_error = 0.1
         """Mean share by which real steps differ from the prediction, recent ones first; each counted at no more than OUTLIER_ERRORS of it."""
-        self.num_steps = 0
 
     @classmethod
     def of(
@@ -179,7 +178,6 @@ class StepTable:
         predicted = self.step_s(*work)
         if (num_prefill_tokens <= 0 and num_decodes <= 0) or not 0 < seconds < math.inf:
             return
-        self.num_steps += 1
         if predicted <= 0:  # a time that was never predicted (a table of zeros) is believed at once
             self._correct(work, LEARNING_RATE * seconds / self._slowness)
             return

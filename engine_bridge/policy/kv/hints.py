@@ -7,7 +7,7 @@ is clipped, and the client is told. Sources: vLLM's RFC #51428 (the actions), RF
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 KvAction = Literal["prefetch", "retain", "pin", "demote", "evict", "share"]
 ACTIONS: frozenset[str] = frozenset(get_args(KvAction))
@@ -32,14 +32,6 @@ DEFAULT_TTL_S: dict[KvAction, float] = dict.fromkeys(MAX_TTL_S, 300.0) | {"prefe
 MAX_PINS, MAX_KEPT, MAX_OF_ALL = 16, 512, 32768
 
 
-class PrefixEnd(NamedTuple):
-    """The end of the prefix that a hint is about: after a block (-1: all of it) of an entry in a part of a call."""
-
-    part: Literal["tools", "system", "messages", "call"]
-    entry: int = -1
-    block: int = -1
-
-
 @dataclass(frozen=True, slots=True)
 class KvHint:
     """One wish about the KV of a session.
@@ -48,7 +40,6 @@ class KvHint:
         session: its name; "" for the session of the request that the hint came with.
         ttl_s: for how long; None where the client does not say; 0 ends an earlier wish.
         arrival_s: a lower bound on when its next request comes, from now; None where that is not known.
-        prefix: the end of the part that is meant; None for all of it. A session's KV is kept as a whole, so nothing is done for a part.
     """
 
     action: KvAction
@@ -56,7 +47,6 @@ class KvHint:
     session: str = ""
     ttl_s: float | None = None
     arrival_s: float | None = None
-    prefix: PrefixEnd | None = None
 
 
 @dataclass(frozen=True, slots=True)

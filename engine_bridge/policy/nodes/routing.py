@@ -147,11 +147,6 @@ class Settings:
 class RoutingPolicy(Protocol):
     """A policy that chooses a node for each request."""
 
-    @property
-    def name(self) -> str:
-        """The policy's name in `POLICIES`."""
-        ...
-
     def route(self, ask: RequestEstimate, nodes: Sequence[NodeFacts]) -> Route:
         """Return where the request goes; of equally good nodes, the first. Changes no state. Costs in proportion to the number of nodes."""
         ...
@@ -191,7 +186,6 @@ def _pace(node: NodeFacts, usual_s: float) -> float:
 class Fewest:
     """The node that has the least of what `key` counts; of equal nodes, the first."""
 
-    name: str
     key: Callable[[RequestEstimate, NodeFacts], tuple[int, ...]]
 
     def route(self, ask: RequestEstimate, nodes: Sequence[NodeFacts]) -> Route:
@@ -199,10 +193,10 @@ class Fewest:
         return _least(ask, nodes, lambda node: self.key(ask, node))
 
 
-LOAD_BALANCE = Fewest("load_balance", lambda ask, node: (node.num_requests, node.node_id != ask.home))
+LOAD_BALANCE = Fewest(lambda ask, node: (node.num_requests, node.node_id != ask.home))
 """The node with the fewest requests; of equals, the session's home. Source: SYMPHONY §3.2, its default."""
 
-MOST_IDLE = Fewest("most_idle", lambda ask, node: (node.num_tokens,))
+MOST_IDLE = Fewest(lambda ask, node: (node.num_tokens,))
 """The node with the fewest tokens held and to be computed. Source: CaraServe §7.5, "the least workload", which it does not define."""
 
 
@@ -211,7 +205,7 @@ def _urgent_apart(ask: RequestEstimate, node: NodeFacts) -> tuple[int, ...]:
     return *(counts[::-1] if ask.is_urgent else counts), node.node_id != ask.home
 
 
-PRIORITY = Fewest("priority", _urgent_apart)
+PRIORITY = Fewest(_urgent_apart)
 """Urgent requests are spread over the nodes first; others go to the node with the fewest requests, of equals the one with the fewest urgent.
 
 A node pauses others for its urgent requests where that is needed (`core.scheduling.pauses`). Source: SYMPHONY §3.5.
@@ -221,8 +215,6 @@ A node pauses others for its urgent requests where that is needed (`core.schedul
 @dataclass(frozen=True, slots=True)
 class Sticky:
     """The session's home; a request without one, or whose home cannot serve it, goes to the node with the fewest requests."""
-
-    name = "sticky"
 
     def route(self, ask: RequestEstimate, nodes: Sequence[NodeFacts]) -> Route:
         """Return the session's home if it is open and can have the adapter."""
@@ -248,7 +240,6 @@ class Relieve:
     more: int = 1
     within_s: float = math.inf
     usual_s: float = 0.0
-    name = "relieve"
 
     def route(self, ask: RequestEstimate, nodes: Sequence[NodeFacts]) -> Route:
         """Return the session's home or the emptiest near node."""
@@ -283,8 +274,6 @@ def relief(settings: Settings) -> Relieve:
 class FirstFit:
     """The first node with memory and fewer than MAX_BATCH requests; else the one with the fewest. Source: CaraServe §7.5, after Punica."""
 
-    name = "first_fit"
-
     def route(self, ask: RequestEstimate, nodes: Sequence[NodeFacts]) -> Route:
         """Return the first node with room."""
         found, reason = candidates(ask, nodes)
@@ -298,8 +287,6 @@ class FirstFit:
 @dataclass(frozen=True, slots=True)
 class Random:
     """A node picked by a hash of the request's id: the same request gets the same node again while the same nodes are there."""
-
-    name = "random"
 
     def route(self, ask: RequestEstimate, nodes: Sequence[NodeFacts]) -> Route:
         """Return the node that the hash picks."""
@@ -320,7 +307,6 @@ class RankAware:
     """
 
     settings: Settings
-    name = "rank_aware"
 
     def route(self, ask: RequestEstimate, nodes: Sequence[NodeFacts]) -> Route:
         """Return the node with the least cost."""
@@ -360,7 +346,6 @@ class Overture:
 
     settings: Settings
     inertia: float = INERTIA
-    name = "overture"
 
     def route(self, ask: RequestEstimate, nodes: Sequence[NodeFacts]) -> Route:
         """Return the cheapest node within the bounds, or the session's home if that costs little more."""

@@ -24,13 +24,11 @@ class RunningFacts(Struct, frozen=True, kw_only=True):
         urgency: the client's `priority` as in vLLM: lower is more urgent.
         fairness: `fairness.fair_priority`.
         started_s: when it last began to run.
-        num_blocks: blocks that its end would free, without the ones that others share.
     """
 
     request_id: str
     fairness: float
     started_s: float
-    num_blocks: int
     urgency: int = 0
 
 

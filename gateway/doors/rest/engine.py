@@ -23,18 +23,18 @@ async def engine_state(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
     owner = services.admit(request).owner
     state = await services.node.engine_state(tenant_of(owner), _limit(request))
-    engine, scheduling = state.engine, state.scheduling
+    scheduling = state.scheduling
     return json_reply(
         {
             "engine": {
-                "state": engine.state,
-                "num_running": engine.num_running,
-                "num_waiting": engine.num_waiting,
-                "num_kv_blocks": engine.num_kv_blocks,
-                "num_free_kv_blocks": engine.num_free_kv_blocks,
-                "block_size": engine.block_size,
-                "num_steps": engine.num_steps,
-                "num_rebuilds": engine.num_rebuilds,
+                "state": state.state,
+                "num_running": scheduling.num_running,
+                "num_waiting": scheduling.num_waiting,
+                "num_kv_blocks": scheduling.num_kv_blocks,
+                "num_free_kv_blocks": scheduling.num_free_kv_blocks,
+                "block_size": scheduling.block_size,
+                "num_steps": state.num_steps,
+                "num_rebuilds": state.num_rebuilds,
             },
             "policy": scheduling.policy,
             "lanes": scheduling.lanes,

@@ -139,8 +139,6 @@ def test_kv_gets_the_blocks_of_the_adapter_that_is_worth_the_least() -> None:
 class LargestId(AdapterLru):
     """Says that the adapter with the largest number is worth the least, and that a byte of adapter n saves 1/n seconds a second."""
 
-    name = "largest_id"
-
     def order(self, cached: Sequence[CachedAdapter], now: float) -> list[CachedAdapter]:
         return sorted(cached, key=lambda adapter: -adapter.adapter_id)
 
@@ -153,8 +151,8 @@ def prefix(worth: float) -> PrefixFacts:
 
 
 def test_a_policy_is_one_class_whose_score_ranks_adapters_against_kv(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(adapter_cache.POLICIES, LargestId.name, LargestId)
-    places = make(num_adapters=4, policy=LargestId.name)
+    monkeypatch.setitem(adapter_cache.POLICIES, "largest_id", LargestId)
+    places = make(num_adapters=4, policy="largest_id")
     for adapter_id in (2, 4):
         keep_copy(places, adapter_id)
     for _ in range(9):
@@ -374,9 +372,7 @@ class Traffic(RuleBasedStateMachine):
         for request_id, number in list(self.waiting.items()):
             running = set(self.running.values())
             has_slot = number in running or len(running) < MAX_RUNNING
-            room = self.places.free_room(running)
-            has_room = room is None or self.places.needed_room(number, running) <= room
-            if has_slot and has_room and self.places.is_at_hand(number):
+            if has_slot and self.places.has_room(number, running) and self.places.is_at_hand(number):
                 self.running[request_id] = self.waiting.pop(request_id)
         in_step = set(self.running.values())
         self.do(self.places.enter(in_step, in_step, self.now))

@@ -4,6 +4,8 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
+from engine_bridge.driver.corrections import model_files
+
 
 class Layer(nn.Linear):
     """As vLLM's, whose weights may be made when all are loaded."""
@@ -23,12 +25,11 @@ class Model(nn.Module):
 
 
 def test_weights_that_no_file_has_are_said(caplog):
-    from engine_bridge.driver.corrections import missing_weights
     from engine_bridge.driver.vllm_api import DefaultModelLoader
 
-    missing_weights.install()
+    model_files.note_missing_weights()
     first = DefaultModelLoader.track_weights_loading
-    missing_weights.install()
+    model_files.note_missing_weights()
     assert DefaultModelLoader.track_weights_loading is first, "it is put in place once"
     loader, whole = object.__new__(DefaultModelLoader), {name for name, _ in Model().named_parameters()}
 
@@ -37,7 +38,7 @@ def test_weights_that_no_file_has_are_said(caplog):
         loader.track_weights_loading(model, None if lacking is None else whole - lacking)
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            missing_weights.say(SimpleNamespace(model=model))
+            model_files.say_missing_weights(SimpleNamespace(model=model))
         return caplog.messages
 
     assert said_of(set()) == said_of(None) == []

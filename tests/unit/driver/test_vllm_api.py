@@ -118,6 +118,8 @@ CASES = r"""
 USES | | | nothing
 MAKE + "\n    call make(name, size)" | | | nothing
 PUSH + " pop" | | | nothing
+PUSH + "\n    override pop()" | | | nothing
+":Queue ENGINE\n    override push(item)" | | | Queue: it also wants pop of a subclass
 # attributes, fields, functions
 USES | self.size, self.depth = | self.width, self.depth = | Engine.size: it is gone
 USES | self.late = True | self.later = True | Engine.late: it is gone

@@ -25,10 +25,11 @@ class Watched:
     def put(self, name: str, *, seed: int = 0, when: float = LONG_AGO) -> Path:
         return stamp(make_adapter(self.root / name, modules=MODULES, seed=seed), when)
 
-    def tells(self, at_s: float = 0.0, /, *, added="", changed="", removed="") -> None:
+    def tells(self, at_s: float = 0.0, /, *, found="", removed="") -> None:
         """Expect these changes, names parted by spaces, and no others, `at_s` after NOW."""
-        new, other = ([(name, self.root / name) for name in names.split()] for names in (added, changed))
-        expected = FolderChanges(tuple(new), tuple(other), tuple(removed.split()))
+        expected = FolderChanges(
+            tuple((name, self.root / name) for name in found.split()), tuple(removed.split())
+        )
         assert self.folder.changes(NOW + at_s) == expected
 
 
@@ -42,7 +43,7 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watched:
 def law(watched: Watched) -> Path:
     """An adapter that was told."""
     path = watched.put("law")
-    watched.tells(added="law")
+    watched.tells(found="law")
     return path
 
 
@@ -56,10 +57,10 @@ def stamp(adapter: Path, when: float = LONG_AGO) -> Path:
 def test_adapters_are_told_once_by_name_and_links_are_followed(watched: Watched, tmp_path: Path) -> None:
     one = watched.put("one", when=NOW)
     watched.put(".hidden")
-    assert watched.folder.changes(NOW, is_settled=True) == FolderChanges(added=(("one", one),))
+    assert watched.folder.changes(NOW, is_settled=True) == FolderChanges(found=(("one", one),))
     watched.put("two"), one.rename(watched.root / "new")
     (watched.root / "linked").symlink_to(stamp(make_adapter(tmp_path / "real", modules=MODULES)))
-    watched.tells(2, added="linked new two", removed="one")
+    watched.tells(2, found="linked new two", removed="one")
     watched.tells(2)
 
 
@@ -71,11 +72,11 @@ def test_a_change_is_told_by_the_two_files_alone(watched: Watched, law: Path, tm
         os.utime(path, (LONG_AGO + 1, LONG_AGO + 1))
     watched.tells()
     os.utime(law / CONFIG_FILE, (LONG_AGO + 1, LONG_AGO + 1))
-    watched.tells(changed="law")
+    watched.tells(found="law")
     watched.tells()
     (make_adapter(tmp_path / "other", modules=MODULES, seed=1) / WEIGHTS_FILE).replace(law / WEIGHTS_FILE)
     stamp(law)
-    watched.tells(changed="law")
+    watched.tells(found="law")
 
 
 def test_one_whose_files_are_deleted_and_written_anew_is_not_called_gone(watched: Watched, law: Path) -> None:
@@ -85,7 +86,7 @@ def test_one_whose_files_are_deleted_and_written_anew_is_not_called_gone(watched
     watched.tells(1)
     watched.put("law", seed=1, when=NOW + 1)
     watched.tells(2)
-    watched.tells(3, changed="law")
+    watched.tells(3, found="law")
     (law / CONFIG_FILE).unlink()
     os.utime(law, (NOW + 3, NOW + 3))
     watched.tells(4)
@@ -99,11 +100,11 @@ def test_any_file_that_is_being_written_holds_back_its_adapter_alone(watched: Wa
     (adapter / ".adapter_model.safetensors.part").touch()
     stamp(adapter)
     os.utime(adapter / name, (NOW, NOW))
-    watched.tells(1.9, added="quiet")
-    watched.tells(2.0, added="law")
+    watched.tells(1.9, found="quiet")
+    watched.tells(2.0, found="law")
     watched.put("law", seed=1, when=NOW + 3)
     watched.tells(4)
-    watched.tells(5, changed="law")
+    watched.tells(5, found="law")
 
 
 def test_one_that_is_written_anew_all_the_time_is_told_in_a_short_pause(watched: Watched, law: Path) -> None:
@@ -111,7 +112,7 @@ def test_one_that_is_written_anew_all_the_time_is_told_in_a_short_pause(watched:
     for second in range(1, 31):
         watched.put("law", seed=second, when=NOW + second)
         watched.tells(second + 0.1)  # it is just being written
-        if watched.folder.changes(NOW + second + 0.9) == FolderChanges(changed=(("law", law),)):
+        if watched.folder.changes(NOW + second + 0.9) == FolderChanges(found=(("law", law),)):
             told_s.append(second)
     assert told_s[0] <= 10
     assert max(after - before for before, after in pairwise(told_s)) <= 10
@@ -128,7 +129,7 @@ def test_what_is_no_adapter_is_passed_over(watched: Watched, caplog: pytest.LogC
     assert caplog.messages == []
     for name in ("line\nbreak", "x" * 201, "\udcff", " law", "e\u0301t\u00e9", "y" * 200):
         watched.put(name)
-    watched.tells(added="y" * 200)
+    watched.tells(found="y" * 200)
     watched.tells()
     assert len(caplog.messages) == 5
     assert all(len(line) <= 250 and line.isprintable() for line in caplog.messages)

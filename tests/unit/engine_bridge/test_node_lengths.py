@@ -164,9 +164,9 @@ def test_ours_learns_whatever_theirs_does(mine: Own) -> None:
     assert future is not None and future.result(60).source == "mine"
     assert mine.seen == [20, 30] and lengths.num_observed == 3
     assert lengths.predict(features()).source == "prior"
-    while "own_not_refitted" not in lengths.figures():
+    while "not_refitted" not in own.counts:
         time.sleep(0.001)
-    assert lengths.figures()["own_not_observed"] == 1
+    assert own.counts["not_observed"] == 1
     lengths.close()
 
 

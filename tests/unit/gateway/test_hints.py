@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_bridge.policy.kv.hints import ACTIONS, KvHint, PrefixEnd
+from engine_bridge.policy.kv.hints import ACTIONS, KvHint
 from gateway.hints.parsing import FIELDS, MAX_HINTS, CallHints, hints_of, strip
 
 MARK = {"type": "ephemeral"}
@@ -54,7 +54,7 @@ def test_an_explicit_mode_keeps_what_is_marked_and_nothing_else() -> None:
     assert [hint.ttl_s for hint in found.hints] == [1800.0] and found.is_marked
 
 
-def test_the_longest_of_anthropics_marks_counts_with_the_end_of_the_last() -> None:
+def test_the_longest_of_anthropics_marks_counts() -> None:
     text = {"type": "text", "text": "x"}
     found = read(
         "messages",
@@ -62,10 +62,10 @@ def test_the_longest_of_anthropics_marks_counts_with_the_end_of_the_last() -> No
         system=[text | {"cache_control": MARK}],
         messages=[{"role": "user", "content": [text, text | {"cache_control": MARK | {"ttl": "5m"}}]}],
     )
-    assert found.hints == [KvHint("retain", "anthropic", ttl_s=3600.0, prefix=PrefixEnd("messages", 0, 1))]
+    assert found.hints == [KvHint("retain", "anthropic", ttl_s=3600.0)]
     assert found.is_marked and not found.noted
     whole = read("messages", cache_control=MARK)
-    assert whole.hints == [KvHint("retain", "anthropic", ttl_s=300.0, prefix=PrefixEnd("call"))]
+    assert whole.hints == [KvHint("retain", "anthropic", ttl_s=300.0)]
 
 
 def test_the_actions_of_an_envelope() -> None:

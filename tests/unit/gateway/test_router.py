@@ -15,7 +15,6 @@ from engine_bridge.protocol.figures import (
     GrammarStats,
     LaneStats,
     LengthErrors,
-    NodeStats,
     RequestState,
     SchedulingStats,
     TokenizerStats,
@@ -257,17 +256,22 @@ def lanes(*tokens: int) -> LaneStats:
     return LaneStats(boundaries=edges, num_waiting=tokens, quota_tokens=tokens, used_tokens=tokens)
 
 
-def state(name: str, value: int, problem: str | None = None) -> EngineState:
+def tiers(value: int, problem: str | None = None) -> TierStats:
+    host, disk, peers = (full(kind, value) for kind in (HostStats, DiskTierStats, PeerStats))
+    return TierStats(host=host, disk=disk, peers=peers, problem=problem)
+
+
+def state(name: str, value: int) -> EngineState:
     """Of an engine with two waiting and two running requests, whose figures are `value`."""
     one = RequestState(request_id=name, priority=0, size_tokens=1, num_output_tokens=0)
     requests = [structs.replace(one, request_id=f"{name}{at}") for at in range(2)]
-    host, disk, peers = (full(kind, value) for kind in (HostStats, DiskTierStats, PeerStats))
-    tiers = TierStats(host=host, disk=disk, peers=peers, problem=problem)
     errors = LengthErrors(num_answers=value, sum_tokens=value, num_within_p90=value, num_within={16: value})
     fields: dict[str, Any] = {"length_calibration": {"both": (value, 1, 2), name: (value, 0, 0)}}
     fields |= {"policy": "mlq", "num_by_reason": {"queued": value}, "lanes": lanes(value, 2 * value)}
     return EngineState(
-        engine=full(NodeStats, value, state="ready", model="m", kv_tiers=tiers),
+        state="ready",
+        num_steps=value,
+        num_rebuilds=value,
         scheduling=full(SchedulingStats, value, **fields, length_errors=errors),
         waiting=requests,
         running=requests,
@@ -279,12 +283,11 @@ def state(name: str, value: int, problem: str | None = None) -> EngineState:
 def test_engines_are_one_with_the_first_requests_of_all() -> None:
     for kind, put_together in ((TokenizerStats, figures.tokenizers_of), (GrammarStats, figures.grammars_of)):
         assert put_together([full(kind, 1), full(kind, 2)]) == full(kind, 3)  # type: ignore[operator]
-    both = figures.engine_state_of([state("a", 1), state("b", 3, "no room")], "rebuilding", 3)
+    both = figures.engine_state_of([state("a", 1), state("b", 3)], "rebuilding", 3)
     assert [request.request_id for request in both.waiting] == ["a0", "a1", "b0"]
     assert (both.num_waiting, both.num_running) == (4, 4)
-    engine = both.engine
-    assert (engine.state, engine.num_kv_blocks, engine.max_model_len) == ("rebuilding", 4, 1)
-    kv = engine.kv_tiers
+    assert (both.state, both.num_steps, both.num_rebuilds) == ("rebuilding", 4, 4)
+    kv = figures.tiers_of([tiers(1), tiers(3, "no room")])
     assert kv is not None and kv.problem == "no room"
     assert (kv.host.num_blocks, kv.disk.num_hits, kv.peers.bytes_fetched) == (4, 4, 4)
     # Speeds and delays do not add up.
@@ -292,6 +295,11 @@ def test_engines_are_one_with_the_first_requests_of_all() -> None:
     assert kv.peers.misses == {"both": 4, "only 1": 1, "only 3": 3}
     queue = both.scheduling
     assert queue is not None and queue.lanes == lanes(4, 8) and queue.block_size == 1
-    assert (queue.num_running, queue.num_by_reason, queue.counts["both"]) == (4, {"queued": 4}, 4)
+    assert (queue.num_running, queue.num_kv_blocks, queue.num_by_reason, queue.counts["both"]) == (
+        4,
+        4,
+        {"queued": 4},
+        4,
+    )
     assert queue.length_calibration == {"both": (4, 2, 4), "a": (1, 0, 0), "b": (3, 0, 0)}
     assert queue.length_errors is not None and queue.length_errors.num_within == {16: 4}

@@ -9,7 +9,7 @@ from engine_bridge.policy.scheduling.preemption import RunningFacts, is_still_ri
 
 def running(request_id: str, fairness: float, started_s: float = 0.0, urgency: int = 0) -> RunningFacts:
     told = {"fairness": fairness, "started_s": started_s, "urgency": urgency}
-    return RunningFacts(request_id=request_id, num_blocks=4, **told)
+    return RunningFacts(request_id=request_id, **told)
 
 
 def test_victims_are_the_least_urgent_then_the_least_fair_then_the_last_started() -> None:
