@@ -151,14 +151,6 @@ class Point:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Results of a run, of requests that came after the warm-up."""
-
-    ttft_p50_s: float
-    ttft_p99_s: float
-
-
 def play(point: Point) -> Played:
     """Play one point."""
     arm, setting = point.arm, point.setting
@@ -179,11 +171,11 @@ def play(point: Point) -> Played:
     )
 
 
-def serve(point: Point) -> Outcome:
-    """Play one point and return the compared figures."""
+def serve(point: Point) -> dict[str, float]:
+    """Play one point and return the compared figures of requests that came after the warm-up."""
     warm_up_s = min(WARM_UP_S, point.span_s / 2)
     ttft_s = [job.ttft_s for job in play(point).jobs if job.arrival.at_s >= warm_up_s]
-    return Outcome(quantile(ttft_s, 0.5), quantile(ttft_s, 0.99))
+    return {"ttft_p50_s": quantile(ttft_s, 0.5), "ttft_p99_s": quantile(ttft_s, 0.99)}
 
 
 # -- loads within SLO --------------------------------------------------------------------------------------------------

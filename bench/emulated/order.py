@@ -28,7 +28,6 @@ import random
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from typing import Any
 
 from bench.data import are_recorded
@@ -197,7 +196,7 @@ def summary(own: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def _stock(bench: Bench, trace: str, has_adapters: bool) -> Point:
     """Return a point of vLLM's own queue that knows its capacity."""
     at_once = Point("vllm", trace, has_adapters, int(bench.size))
-    capacities = zip(bench.seeds, bench.values(at_once, itemgetter("capacity_per_s")), strict=True)
+    capacities = zip(bench.seeds, bench.values(at_once, "capacity_per_s"), strict=True)
     return replace(at_once, capacity_per_s=tuple(capacities))
 
 
@@ -249,7 +248,7 @@ def steps_part(bench: Bench) -> None:
         ours = replace(stock, order=DEFAULT_POLICY)
         own = replace(ours, max_step_s=MAX_STEP_S)
         bench.play((*fixed, ours, own))
-        latency_s = {point: bench.values(point, itemgetter("latency"))[0] for point in (*fixed, ours, own)}
+        latency_s = {point: bench.values(point, "latency")[0] for point in (*fixed, ours, own)}
         best = min(fixed, key=latency_s.__getitem__)
         peers = {"default": stock, "best": best, "unpaced": ours}
         rows[trace] = {name: latency_s[own] / latency_s[peer] for name, peer in peers.items()}

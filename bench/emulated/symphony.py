@@ -115,14 +115,6 @@ class Point:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Means in seconds, that of latency over answers' tokens."""
-
-    latency_s: float
-    ttft_s: float
-
-
 def engine_of(arm: Arm, setting: Setting = SETTING) -> Engine:
     """Return the bounds of the arm's engine."""
     num_blocks = pool_blocks(setting.cost) * (ROOM if arm.has_room else 1)
@@ -151,13 +143,13 @@ def talk(point: Point) -> EmulatedNode:
     return node
 
 
-def serve(point: Point) -> Outcome:
-    """Play one point. Requests count that end after the warm-up."""
+def serve(point: Point) -> dict[str, float]:
+    """Play one point; return means, that of latency over answers' tokens. Requests count that end after the warm-up."""
     jobs = [job for job in talk(point).ended if job.ended_s >= WARM_UP_S]
-    return Outcome(
-        statistics.fmean(job.e2e_s / job.arrival.num_answer_tokens for job in jobs),
-        statistics.fmean(job.ttft_s for job in jobs),
-    )
+    return {
+        "latency_s": statistics.fmean(job.e2e_s / job.arrival.num_answer_tokens for job in jobs),
+        "ttft_s": statistics.fmean(job.ttft_s for job in jobs),
+    }
 
 
 def users_part(bench: Bench) -> None:

@@ -81,10 +81,9 @@ class EmulatedNode:
         tiers: TierSizes | None = None,
         urgent_tpot_s: float = 0.0,
         noise: DeviceNoise | None = None,
-        stopwatch: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.clock, self.cost, self.engine = clock, cost, engine
-        self._urgent_tpot_s, self._stopwatch = urgent_tpot_s, stopwatch
+        self._urgent_tpot_s = urgent_tpot_s
         self.num_steps = 0
         self.scheduler_s = 0.0
         """Wall time in vLLM's `schedule`, `add_request` and `update_from_output`, with all of ours that they call."""
@@ -147,7 +146,6 @@ class EmulatedNode:
             pauses=Pauses(lambda num, num_tokens: cost.step_s((), num, num_tokens), self._urgent_tpot_s),
             ways=self.tiers.way_counts if self.tiers is not None else None,
             clock=now,
-            stopwatch=self._stopwatch,
             run_fit=self._fits.append,
         )
         scheduler.use(scheduling)

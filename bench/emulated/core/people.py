@@ -15,10 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+from vllm.v1.core.kv_cache_utils import BlockHash
+
 from bench.emulated.core.arrivals import Arrival
 from bench.emulated.core.clock import Clock
 from bench.emulated.core.node import EmulatedNode, Job
 from bench.emulated.core.steps import BLOCK_TOKENS
+from bench.emulated.core.tiers import EmulatedTiers
 from kvtiers.keys import BlockKey
 
 WORDS_PER_TOKEN = 0.75
@@ -187,16 +190,19 @@ class Users:
         self._clock.at(self._clock.now + read_s, lambda now: self._type(user, now))
 
 
+def remember(tiers: EmulatedTiers, session_id: str, names: Sequence[BlockHash]) -> None:
+    """Have advisories of a session find the blocks with these names."""
+    left = SimpleNamespace(session_id=session_id, cache_salt=None, block_hashes=names, sampling_params=None)
+    tiers.promoter.remember(left)  # type: ignore[arg-type]  # all that it looks at
+
+
 def place_kv(node: EmulatedNode, session_id: str, num_blocks: int) -> None:
     """Put the KV of a session that went on before the run began where the node would keep it."""
     names = node.requests.names(session_id, num_blocks)
     tiers, pool = node.tiers, node.scheduler.kv_cache_manager.block_pool
     if tiers is not None:
         tiers.hollow.place(session_id, [BlockKey(bytes(name)) for name in names])
-        left = SimpleNamespace(
-            session_id=session_id, cache_salt=None, block_hashes=names, sampling_params=None
-        )
-        tiers.promoter.remember(left)
+        remember(tiers, session_id, names)
     elif node.engine.has_prefix_cache and 0 < num_blocks <= pool.get_num_free_blocks():
         blocks = pool.get_new_blocks(num_blocks)
         pool.cache_full_blocks(
