@@ -42,7 +42,6 @@ from bench.emulated.core.traces import MAX_TOKENS, RECORDED, TRACES, trace_rows
 from bench.emulated.core.traffic import Pool
 from bench.emulated.table import Bench, Place, Table
 from bench.measures import quantile
-from engine_bridge.policy.scheduling.bounded import Bounded, BoundedSettings
 from engine_bridge.policy.scheduling.policies import DEFAULT_POLICY, MakePolicy
 
 LOADS, NUM_REQUESTS = (0.9, 1.1, 1.3), 600
@@ -66,13 +65,14 @@ class Point:
     """One play of successive requests of a trace.
 
     Attributes:
+        order: as `EmulatedNode` takes its policy.
         load: share of the capacity; 0: all requests come at once.
         capacity_per_s: requests that vLLM's own queue answers a second, by seed.
         step_tokens: most tokens of a step.
         max_step_s: as `--max-step-ms`; 0: steps are as long as vLLM makes them.
     """
 
-    order: str
+    order: str | MakePolicy
     trace: str
     has_adapters: bool
     num: int
@@ -102,13 +102,6 @@ class Point:
         return found
 
 
-def _policy(order: str) -> str | MakePolicy:
-    name, _, share = order.partition(" ")
-    if not share:
-        return name
-    return lambda num_tokens: Bounded(num_tokens, BoundedSettings(overtaking_share=float(share)))
-
-
 def play(point: Point) -> list[Job]:
     """Play a point."""
     guesser = Classes([row[2] for row in trace_rows(point.trace)], ACCURACY, point.seed)
@@ -121,9 +114,7 @@ def play(point: Point) -> list[Job]:
     )
     ranks = Pool(NUM_ADAPTERS).rank_of if point.has_adapters else ()
     memory = AdapterMemory(NUM_SLOTS)
-    return play_on_node(
-        _policy(point.order), point.requests, COST, engine, guesser, ranks=ranks, memory=memory
-    ).jobs
+    return play_on_node(point.order, point.requests, COST, engine, guesser, ranks=ranks, memory=memory).jobs
 
 
 # -- what an order comes to --------------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ from bench.results.limits import SWEEPS
 from bench.results.lookup import find
 from bench.results.runs import Run
 from engine_bridge.policy.adapters.adapter_cache import POLICIES
+from engine_bridge.policy.scheduling.bounded import Bounded, BoundedSettings
 
 NOWHERE = Path("there is none")
 
@@ -130,7 +131,9 @@ def test_orders_are_compared_by_means_over_seeds_and_the_worst_class_that_all_se
 
 
 def test_without_overtaking_every_request_has_the_times_of_vllms_own_queue() -> None:
-    points = (order.Point(name, "heavy tail", False, 30, seed=1) for name in ("vllm", "bounded 0"))
+    none = BoundedSettings(overtaking_share=0.0)
+    orders = ("vllm", lambda num_tokens: Bounded(num_tokens, none))
+    points = (order.Point(each, "heavy tail", False, 30, seed=1) for each in orders)
     stock, own = ([(job.first_token_s, job.ended_s) for job in order.play(point)] for point in points)
     assert own == stock
 
