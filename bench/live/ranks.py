@@ -19,7 +19,8 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +72,11 @@ class Killed:
         ) as server:
             family_of = psutil.Process(server.pid).children(recursive=True)
             judge.check("before", await server.complete(prompt_of(1)), may_reuse=False)
-            messages = [{"role": "user", "content": plays.OPENING + "Begin. " * 60}]
+            messages = plays.turn("Begin. " * 60)
             first = await server.chat(messages, session="kept")
             judge.check("a first turn", first)
             before = await _stored(server, "kept")
-            messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "Go on."}]
+            messages = plays.gone_on(messages, first)
             is_told = await self._kill_while_it_answers(server, messages)
             started_s = time.monotonic()
             again = await _until_answered(server, messages)
@@ -91,7 +92,7 @@ class Killed:
         _, alive = await asyncio.to_thread(psutil.wait_procs, family_of, ORPHANS_S)
         self.figures["orphans"] = len(alive)
 
-    async def _kill_while_it_answers(self, server: Asker, messages: Sequence[dict[str, str]]) -> bool:
+    async def _kill_while_it_answers(self, server: Asker, messages: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether the answer ended with an error that says to ask again."""
         asked = asyncio.create_task(server.chat(messages, session="kept", max_tokens=300, ignore_eos=True))
         await asyncio.sleep(0.3)
@@ -122,7 +123,7 @@ def _ranks(server: Asker) -> list[psutil.Process]:
     return [child for title, child in sorted(ranks.items()) if "Worker_TP" in title]
 
 
-async def _until_answered(server: Asker, messages: Sequence[dict[str, str]]) -> Any:
+async def _until_answered(server: Asker, messages: Sequence[Mapping[str, Any]]) -> Any:
     """Ask until the server has replaced its engine. Raises TimeoutError after RECOVERY_S."""
     async with asyncio.timeout(RECOVERY_S):
         while True:
@@ -155,7 +156,11 @@ def main() -> None:
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # before transformers is imported
     names = [args.only] if args.only else QUICK if args.quick else tuple(FAMILIES)
     killed = Killed()
-    chosen: dict[str, Any] = {f"family {name}": _of_family(name, has_peer=not args.quick) for name in names}
+    chosen: dict[str, Any] = {}
+    for name in names:
+        flags = [TWO_RANKS, *FAMILIES.get(name, ())]
+        played = partial(plays.family_play, BY_NAME[name], has_peer=not args.quick, flags=flags)
+        chosen[f"family {name}"] = played
     chosen[KILLED] = killed.play
     import torch
 
@@ -174,15 +179,6 @@ def main() -> None:
         **killed.figures,
     }
     report("Two ranks", figures(found, AIMS), found)
-
-
-def _of_family(name: str, *, has_peer: bool) -> Any:
-    async def play(scratch: Path, note: Note) -> Any:
-        """Play a family's cases on two ranks."""
-        flags = [TWO_RANKS, *FAMILIES.get(name, ())]
-        return await plays.family_play(BY_NAME[name], scratch, note, has_peer=has_peer, flags=flags)
-
-    return play
 
 
 if __name__ == "__main__":

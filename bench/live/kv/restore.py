@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.intervals import Aim, judged
-from bench.live.peers.play import FIRST_TEXT_TOKEN, text
+from bench.live.peers.play import FIRST_TEXT_TOKEN, Ask, decode_rate, text
 from bench.live.peers.worker import Worker, start_alike
 from bench.live.shared.models import ModelShape
 from bench.live.shared.report import Progress, figures, options, report, spread, spread_ms
@@ -158,9 +158,10 @@ class Bench(Progress):
         for repeat in range(-1, self.plan.decode_repeats):  # the first round warms up
             for kind, worker in self.in_turn(repeat, *rates):
                 prompts = [text(DECODE_PROMPT_TOKENS, "decode", repeat, n) for n in range(DECODE_STREAMS)]
-                result = worker.call("batch", prompts=prompts, max_tokens=self.plan.decode_tokens)
+                asks = [Ask(prompt=prompt, max_tokens=self.plan.decode_tokens) for prompt in prompts]
+                answers = worker.call("together", asks=asks)
                 if repeat >= 0:
-                    rates[kind].append(result["decode_tokens_per_s"])
+                    rates[kind].append(decode_rate(answers))
                 worker.call("settle")
         return rates
 

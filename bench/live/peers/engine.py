@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bench.live.peers.play import Answer, Ask, Conversations, StepLog, decode_rate, text
+from bench.live.peers.play import Answer, Ask, Conversations, StepLog, text
 from bench.live.shared.models import ModelShape, model_folder
 from engine_bridge.policy.scheduling.policies import DEFAULT_POLICY
 
@@ -212,11 +212,6 @@ class Engine(ABC):
 
         answers, *_ = await asyncio.gather(self._play(asks), *(advise(*each) for each in advised))
         return answers
-
-    def batch(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
-        """Run requests together; return the rate of their tokens."""
-        answers = self.do(self._play([Ask(prompt=prompt, max_tokens=max_tokens) for prompt in prompts]))
-        return {"decode_tokens_per_s": decode_rate(answers)}
 
     def place(self, source: str) -> None:
         """Leave a history's KV in `source` and in no faster tier: "device", or "recompute" for nowhere."""

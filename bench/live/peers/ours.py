@@ -46,8 +46,9 @@ from kvtiers.keys import BlockKey
 T = TypeVar("T")
 OWNER = "local"
 REBUILD_TIMEOUT_S = 240.0
-SETTLE_TIMEOUT_S, PLACE_TIMEOUT_S, REFIT_TIMEOUT_S, QUEUE_TIMEOUT_S = 60.0, 30.0, 60.0, 120.0
+SETTLE_TIMEOUT_S, CHANGE_TIMEOUT_S, QUEUE_TIMEOUT_S = 60.0, 60.0, 120.0
 LOOK_EVERY_S = 0.002
+ADAPTER_POLICY = "adaptive"
 MEMCPY_BYTES = 64 << 20
 
 
@@ -312,10 +313,10 @@ class Ours(Engine):
             others = self._version_ids(name for name in self.folders if name not in adapters)
             self.on_engine(lambda driver: driver.adapters.put_back(others, keeps_host=True))
             self.play([Ask(prompt=[1] * 4, max_tokens=2, adapter=name) for name in adapters])
-        self._wait_until(inside.is_quiet)
+        self._until(inside.is_quiet)
         if place == "host":
             self.on_engine(lambda driver: [driver.adapters.core.prefetch(adapter_id) for adapter_id in ids])
-            self._wait_until(lambda driver: inside.is_quiet(driver) and inside.are_in_host(driver, ids))
+            self._until(lambda driver: inside.is_quiet(driver) and inside.are_in_host(driver, ids))
         if place != "slot":
             self.on_engine(lambda driver: driver.adapters.put_back(ids, keeps_host=place == "host"))
         if place == "disk":
@@ -329,9 +330,9 @@ class Ours(Engine):
         """Leave adapters on disk only, without knowledge of past uses, and empty the prefix cache."""
         if self.folders:
             ids = self._version_ids(self.folders)
-            self._wait_until(inside.is_quiet)
+            self._until(inside.is_quiet)
             self.on_engine(lambda driver: driver.adapters.put_back(ids, keeps_host=False))
-            self.on_engine(inside.forget_uses)
+            self.on_engine(lambda driver: driver.adapters.core.worth.use_policy(ADAPTER_POLICY))
         self.with_vllm(lambda llm: llm.reset_prefix_cache())
 
     def found(self) -> dict[str, int]:
@@ -344,11 +345,12 @@ class Ours(Engine):
     def _version_ids(self, names: Any) -> list[int]:
         return [int(self.node._catalog.current(name).version_id) for name in names]
 
-    def _wait_until(self, is_so: Callable[[Any], bool]) -> None:
-        deadline_s = time.monotonic() + PLACE_TIMEOUT_S
+    def _until(self, is_so: Callable[[Any], bool]) -> None:
+        """Return once the driver says so, and most often after some milliseconds. Raises TimeoutError."""
+        deadline_s = time.monotonic() + CHANGE_TIMEOUT_S
         while not self.on_engine(is_so):
             if time.monotonic() > deadline_s:
-                raise TimeoutError(f"adapters still move: {self.node.figures().adapter_stats}")
+                raise TimeoutError(f"no change; adapters: {self.node.figures().adapter_stats}")
             time.sleep(LOOK_EVERY_S)
 
     # -- scheduling --------------------------------------------------------------------------------------------------
@@ -362,11 +364,7 @@ class Ours(Engine):
         ranks = {record.name: record.rank for record in self.node._catalog.served()}
         self.on_engine(lambda driver: inside.change_policy(driver, self.node, policy))
         self.on_engine(lambda driver: inside.learn(driver.scheduling, history, ranks, rate_per_s))
-        deadline_s = time.monotonic() + REFIT_TIMEOUT_S
-        while not self.on_engine(lambda driver: inside.apply_refit(driver.scheduling)):
-            if time.monotonic() > deadline_s:
-                raise TimeoutError("the lanes were not fitted")
-            time.sleep(0.05)
+        self._until(lambda driver: inside.apply_refit(driver.scheduling))
         if self.tiers is not None:
             self._set_way(way)
 

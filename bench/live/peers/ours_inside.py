@@ -16,8 +16,6 @@ from engine_bridge.protocol.engine_request import EngineRequest, LengthGuess
 from kvtiers.keys import BlockKey
 from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts
 
-ADAPTER_POLICY = "adaptive"
-
 
 def generate(node: LocalNode, request_id: str, ask: Ask, tenant: str, sampling: Any) -> Any:
     """Return the outputs of a request of this tenant, whose requests alone find each other's KV. On the event loop."""
@@ -108,11 +106,6 @@ def is_quiet(driver: Any) -> bool:
 def are_in_host(driver: Any, ids: Sequence[int]) -> bool:
     """Return whether all of these adapters are in host memory."""
     return all(driver.adapters.core.table[adapter_id].host_bytes is not None for adapter_id in ids)
-
-
-def forget_uses(driver: Any) -> None:
-    """Let the default policy decide without knowledge of past uses which adapter leaves."""
-    driver.adapters.core.worth.use_policy(ADAPTER_POLICY)
 
 
 # -- scheduling --------------------------------------------------------------------------------------------------------
