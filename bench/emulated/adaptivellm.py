@@ -218,18 +218,11 @@ def ratios(
     bench: Bench, arms: Sequence[Arm], base: str, settings: Iterable[Setting], measure: str
 ) -> list[float]:
     """Return by setting the median over seeds of a number of the best of some arms over that of a base."""
-    return [
-        statistics.median(
-            map(
-                max,
-                zip(
-                    *(bench.ratios(Point(arm, setting), Point(ARMS[base], setting), measure) for arm in arms),
-                    strict=True,
-                ),
-            )
-        )
-        for setting in settings
-    ]
+    found = []
+    for setting in settings:
+        by_arm = (bench.ratios(Point(arm, setting), Point(ARMS[base], setting), measure) for arm in arms)
+        found.append(statistics.median(map(max, zip(*by_arm, strict=True))))
+    return found
 
 
 # Least throughput of all models and datasets against vLLM and vLLM_s. Source: table 3.

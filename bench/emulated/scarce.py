@@ -42,6 +42,7 @@ from bench.live.kv.advisory_disk import (
     NEW_TOKENS,
     NUM_STREAMS,
     SHAPE,
+    first_lengths,
 )
 from bench.live.kv.people import SPREAD, human_times
 from bench.live.peers.play import STREAM_ANSWER_TOKENS, STREAM_PROMPT_TOKENS
@@ -50,7 +51,6 @@ from gateway.advisories.advisories import DEFAULT_TTL_S
 from gateway.advisories.precision import Precision
 from kvtiers.keys import BlockKey
 
-NUM_PEOPLE, LONGEST_BY_SHORTEST = 20, 4
 SMALL = Model(
     "4 kB a token and layer", 4, 256, 512, 4, 4, 2048, 65_536, counted_kv_bytes=SHAPE.kv_token_bytes
 )
@@ -81,7 +81,7 @@ class Setting:
     """The traffic and the machine of one run.
 
     Attributes:
-        shortest_tokens: of a conversation; the longest has `LONGEST_BY_SHORTEST` times as many.
+        shortest_tokens: as `first_lengths` takes it.
         device_share, host_share: the shares of all conversations' KV that fit.
         think_s: the mean of reading and typing, each half of it; None: as people read and type.
         typing_share: the share of questions that are typed; the others come without an announcement.
@@ -98,12 +98,6 @@ class Setting:
     typing_share: float = 1.0
     given_up_share: float = 0.0
     is_bursty: bool = False
-
-    def lengths(self) -> dict[str, int]:
-        """Return the tokens of each person's conversation at first; their logarithms are spread evenly."""
-        steps = [LONGEST_BY_SHORTEST ** (n / (NUM_PEOPLE - 1)) for n in range(NUM_PEOPLE)]
-        random.Random(0).shuffle(steps)
-        return {f"person{n}": int(self.shortest_tokens * step) for n, step in enumerate(steps)}
 
 
 LARGE = Setting(model=EIGHT, device=A100, shortest_tokens=2048)
@@ -151,8 +145,8 @@ class People:
         setting = self.setting = point.setting
         self.arm, self.clock = point.arm, Clock()
         self.ttft_s, self.stream_token_s = list[float](), list[float]()
-        self.num_warm_up, self.num_questions = int(point.num_questions * WARM_UP_SHARE), point.num_questions
-        self.lengths = setting.lengths()
+        self.num_warm_up, self.num_answered = int(point.num_questions * WARM_UP_SHARE), 0
+        self.lengths = first_lengths(setting.shortest_tokens)
         num_blocks = sum(length // BLOCK_SIZE + 1 for length in self.lengths.values())
         block_bytes = BLOCK_SIZE * setting.model.kv_bytes_per_token
         self.node = EmulatedNode(
@@ -165,7 +159,7 @@ class People:
         self.node.on_end = self.ended
         self._asking: dict[str, str] = {}
         self._advised: dict[str, str] = {}
-        self._precision, self._num_asked, self._num_answered = Precision(), 0, 0
+        self._precision, self._num_asked = Precision(), 0
         # One generator for each person, so that a slower arm does not change people's habits.
         self._chances = {session: random.Random(f"{point.seed} {session}") for session in self.lengths}
         for session, length in self.lengths.items():
@@ -173,11 +167,6 @@ class People:
             self.read_and_type(session, -self._chances[session].random() * sum(self.times(session)))
         for _ in range(NUM_STREAMS):
             self.stream()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all questions that count have been answered."""
-        return self._num_answered >= self.num_questions
 
     def place(self, session: str, num_blocks: int) -> None:
         """Put a session's earlier KV on the disk."""
@@ -254,13 +243,13 @@ class People:
         session = self._asking.pop(job.arrival.request_id, None)
         if session is None:
             self.stream()
-            if self._num_answered >= self.num_warm_up:
+            if self.num_answered >= self.num_warm_up:
                 num_gaps = job.arrival.num_answer_tokens - 1
                 self.stream_token_s.append((job.ended_s - job.first_token_s) / num_gaps)
             return
         self.lengths[session] += NEW_TOKENS + ANSWER_TOKENS
-        self._num_answered += 1
-        if self._num_answered > self.num_warm_up:
+        self.num_answered += 1
+        if self.num_answered > self.num_warm_up:
             self.ttft_s.append(job.ttft_s)
         self.read_and_type(session, self.clock.now)
 
@@ -269,7 +258,7 @@ def serve(point: Point) -> dict[str, float]:
     """Play one point; return the TTFT of the questions that count, the seconds between tokens of streams, and the bytes read from disk."""
     people = People(point)
     try:
-        while not people.is_over:
+        while people.num_answered < point.num_questions:
             people.clock.run(people.clock.now + 1.0)
         assert people.node.tiers is not None and people.node.tiers.hollow.disk is not None
         disk_bytes = people.node.tiers.hollow.disk.reader.bytes_moved

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 from vllm.v1.core.kv_cache_utils import BlockHash
@@ -104,19 +104,6 @@ class Chats:
         return [(session, rng.randrange(len(session))) for session in met]
 
 
-@dataclass(frozen=True, slots=True)
-class Habits:
-    """How people ask.
-
-    missing: share of turns without an advisory. lead_share: times the leads of advisories, which come later than typing begins if it is below 1.
-    """
-
-    chats: Chats = field(default_factory=Chats)
-    has_advisories: bool = True
-    missing: float = 0.0
-    lead_share: float = 1.0
-
-
 @dataclass(slots=True, eq=False)
 class _User:
     """A person. place: of the next turn in the session; num_tokens: of the session so far."""
@@ -134,12 +121,26 @@ class Users:
     """A fixed number of people at any time; a person whose session is over begins another one.
 
     All that they do follows from the seed, but for the times when answers come.
+
+    Args:
+        missing: share of turns without an advisory.
+        lead_share: times the leads of advisories, which come later than typing begins if it is below 1.
     """
 
-    def __init__(self, clock: Clock, node: EmulatedNode, habits: Habits, num_users: int, seed: int) -> None:
-        self._clock, self._node, self._habits = clock, node, habits
+    def __init__(
+        self,
+        clock: Clock,
+        node: EmulatedNode,
+        chats: Chats,
+        num_users: int,
+        seed: int,
+        missing: float,
+        lead_share: float,
+    ) -> None:
+        self._clock, self._node, self._chats = clock, node, chats
+        self._missing, self._lead_share = missing, lead_share
         self._by_request: dict[str, _User] = {}
-        met = habits.chats.under_way(random.Random(f"users {seed}"), num_users)
+        met = chats.under_way(random.Random(f"users {seed}"), num_users)
         self._users = [
             _User(number, random.Random(f"user {seed} {number}"), session, place, f"{number}.0")
             for number, (session, place) in enumerate(met)
@@ -157,10 +158,9 @@ class Users:
             self._clock.at(user.rng.uniform(0, think_s), lambda now, user=user: self._type(user, now))  # type: ignore[misc]
 
     def _type(self, user: _User, now: float) -> None:
-        habits, lead_s = self._habits, user.session[user.place].lead_s
-        is_missing = user.rng.random() < habits.missing
-        if habits.has_advisories and not is_missing:
-            late_s = lead_s * (1 - habits.lead_share)
+        lead_s = user.session[user.place].lead_s
+        if user.rng.random() >= self._missing:
+            late_s = lead_s * (1 - self._lead_share)
             self._clock.at(now + late_s, lambda now: self._node.advise(user.session_id))
         self._clock.at(now + lead_s, lambda now: self._send(user, now))
 
@@ -185,7 +185,7 @@ class Users:
         if user.place == len(user.session):
             user.num_sessions += 1
             user.session_id = f"{user.number}.{user.num_sessions}"
-            user.session, user.place = self._habits.chats.session(user.rng), 0
+            user.session, user.place = self._chats.session(user.rng), 0
             user.num_tokens = 0
         self._clock.at(self._clock.now + read_s, lambda now: self._type(user, now))
 

@@ -163,22 +163,16 @@ class Bench(Progress):
         ]
 
 
-def start_engines(plan: Plan, folder: Path, stack: ExitStack) -> dict[str, Worker]:
-    """Start both engines with the same model and device memory; return them by name."""
+def run(plan: Plan) -> None:
+    """Measure everything and report."""
     blocks_of_one = plan.history_tokens // 32 + 8
     num_blocks = max(
         plan.num_people * blocks_of_one // 10, plan.document_tokens // 32 * 2, DRAFT_TOKENS // 32 + 8
     )
-    max_model_len = min((num_blocks - 1) * 32, 4096)
-    memory = {"num_blocks": num_blocks, "max_model_len": max_model_len}
-    return start_alike(("ours", "stock"), ModelShape(), folder, stack, **memory)
-
-
-def run(plan: Plan) -> None:
-    """Measure everything and report."""
+    memory = {"num_blocks": num_blocks, "max_model_len": min((num_blocks - 1) * 32, 4096)}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="overture-bench-")))
-        bench = Bench(plan, start_engines(plan, folder, stack))
+        bench = Bench(plan, start_alike(("ours", "stock"), ModelShape(), folder, stack, **memory))
         bench.say(f"{plan.num_people} conversations begin on each engine")
         bench.begin()
         bench.say("people")

@@ -15,6 +15,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +97,7 @@ def adapter_folders(shape: ModelShape, ranks: Sequence[int]) -> list[Path]:
     parent = cache_folder() / f"{shape.name}-adapters"
     folders = [parent / f"rank{rank}-{number:03d}" for number, rank in enumerate(ranks)]
     for number, (folder, rank) in enumerate(zip(folders, ranks, strict=True)):
-
-        def write(written: Path, number: int = number, rank: int = rank) -> None:
-            """Write one adapter."""
-            write_adapter(written, shape, rank, seed=number)
-
+        write = partial(write_adapter, shape=shape, rank=rank, seed=number)
         write_once(folder, "adapter_config.json", write)
     return folders
 

@@ -30,8 +30,8 @@ from bench.emulated.core.arrivals import Arrival
 from bench.emulated.core.assist import ColdStart
 from bench.emulated.core.calibration import A10_ON_DEMAND
 from bench.emulated.core.hardware import AssistingHost
-from bench.emulated.core.node import EmulatedNode, Engine, Job
-from bench.emulated.core.people import Chats, Habits, LogNormal
+from bench.emulated.core.node import Engine, Job
+from bench.emulated.core.people import Chats, LogNormal
 from bench.emulated.core.plays import play_on_node
 from bench.emulated.core.steps import Chunk, StepCost
 from bench.emulated.followers import Tally
@@ -149,18 +149,13 @@ def test_prompts_and_answers_of_made_traces_go_apart() -> None:
 # -- people who type ---------------------------------------------------------------------------------------------------
 
 
-def talk(monkeypatch: pytest.MonkeyPatch, arm: str, host_bytes: int | None = None) -> EmulatedNode:
-    """Six people with long sessions of short turns, so that little is computed."""
-    chats = Chats(turns=LogNormal(20, 0.5), answers=LogNormal(60, 0.5))
-    monkeypatch.setattr(symphony.Setting, "habits", lambda self, arm: Habits(chats, arm.has_advisories))
-    setting = symphony.SETTING if host_bytes is None else symphony.Setting(host_bytes=host_bytes)
-    return symphony.talk(symphony.Point(arm, 6, 60.0, setting, seed=1))
-
-
 def test_a_session_that_was_announced_is_on_the_device_when_its_request_comes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tiers = talk(monkeypatch, "advised").tiers
+    """Six people with long sessions of short turns, so that little is computed."""
+    chats = Chats(turns=LogNormal(20, 0.5), answers=LogNormal(60, 0.5))
+    monkeypatch.setattr(symphony.Setting, "chats", chats)
+    tiers = symphony.talk(symphony.Point("advised", 6, 60.0, seed=1)).tiers
     assert tiers is not None and tiers.advised["hit"] > 5
     assert tiers.advised["late"] <= tiers.advised["hit"] / 10
 
