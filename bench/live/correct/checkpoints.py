@@ -28,27 +28,20 @@ def folder_of(family: Family) -> Path:
 
 def flags_of(family: Family) -> list[str]:
     """The flags with which a server of a family's model is started."""
-    return [*family.flags, *_kv_flags_of(family), *_draft_flags_of(family)]
-
-
-def _kv_flags_of(family: Family) -> list[str]:
-    return [f"--kv-cache-dtype={family.kv_cache_dtype}"] if family.kv_cache_dtype else []
-
-
-def _draft_flags_of(family: Family) -> list[str]:
-    if not family.drafted_by:
-        return []
+    flags = list(family.flags)
+    if family.kv_cache_dtype:
+        flags.append(f"--kv-cache-dtype={family.kv_cache_dtype}")
     if family.drafted_by == "ngram":
-        return [DRAFTS_BY_LOOKUP]
-    drafts: dict[str, Any] = {"method": family.drafted_by, "num_speculative_tokens": 3}
-    if family.drafted_by == "mtp":
-        return [f"--speculative-config={json.dumps(drafts)}"]
-    if family.drafted_by == "eagle":
-        folder = _written(family, "eagle", lambda folder: _write_eagle_head(family, folder), "config.json")
-        drafts["model"] = str(folder)
-    else:
-        drafts["model"] = str(folder_of(family))
-    return [f"--speculative-config={json.dumps(drafts)}"]
+        flags.append(DRAFTS_BY_LOOKUP)
+    elif family.drafted_by:
+        drafts: dict[str, Any] = {"method": family.drafted_by, "num_speculative_tokens": 3}
+        if family.drafted_by == "eagle":
+            head = _written(family, "eagle", lambda folder: _write_eagle_head(family, folder), "config.json")
+            drafts["model"] = str(head)
+        elif family.drafted_by == "draft_model":
+            drafts["model"] = str(folder_of(family))
+        flags.append(f"--speculative-config={json.dumps(drafts)}")
+    return flags
 
 
 def adapter_folders_of(family: Family) -> list[Path]:
