@@ -22,6 +22,8 @@ from bench.emulated.core.clock import Clock
 from bench.emulated.core.node import EmulatedNode, Job
 from bench.emulated.core.steps import BLOCK_TOKENS
 from bench.emulated.core.tiers import EmulatedTiers
+from engine_bridge.driver.kv.layer_groups import register
+from engine_bridge.policy.kv.kv_layout import one_group
 from kvtiers.keys import BlockKey
 
 WORDS_PER_TOKEN = 0.75
@@ -205,12 +207,5 @@ def place_kv(node: EmulatedNode, session_id: str, num_blocks: int) -> None:
         remember(tiers, session_id, names)
     elif node.engine.has_prefix_cache and 0 < num_blocks <= pool.get_num_free_blocks():
         blocks = pool.get_new_blocks(num_blocks)
-        pool.cache_full_blocks(
-            request=SimpleNamespace(block_hashes=names),
-            blocks=blocks,
-            num_cached_blocks=0,
-            num_full_blocks=num_blocks,
-            block_size=node.engine.block_tokens,
-            kv_cache_group_id=0,
-        )
+        register(pool, one_group(node.engine.block_tokens).leading_entries(names), blocks)
         pool.free_blocks(reversed(blocks))

@@ -1,6 +1,6 @@
 """Our node in this process, driven as the gateway drives it: event loop and engine have threads of their own, commands come on the main one.
 
-What reaches into the node is gathered in `ours_inside`, but for `_keys_of`.
+What reaches into the node is gathered in `ours_inside`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from bench.live.peers.play import STREAM_ANSWER_TOKENS, STREAM_PROMPT_TOKENS, As
 from bench.predicting import note_copies, note_steps
 from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.local_node import GIB, LocalNode
-from engine_bridge.protocol.engine_request import ANONYMOUS, EngineRequest, RequestId, Sampling
+from engine_bridge.protocol.engine_request import EngineRequest, RequestId, Sampling
 from engine_bridge.settings.engine_config import EngineConfig
 from engine_bridge.settings.node_config import LocalNodeConfig
 from gateway.access.auth import tenant_of
@@ -41,7 +41,6 @@ from gateway.advisories.drafts import Drafts
 from gateway.metrics.metrics import Metrics
 from gateway.sessions import SessionStore
 from kvtiers.io.files import Files
-from kvtiers.keys import BlockKey
 
 T = TypeVar("T")
 OWNER = "local"
@@ -277,31 +276,8 @@ class Ours(Engine):
 
     def host_copy(self, tokens: list[int]) -> dict[str, Any]:
         """Bytes and seconds of copying this prompt's whole blocks from host to device memory."""
-        keys = self.do(self._keys_of(tokens))
+        keys = inside.keys_of(self.node, tokens)
         return self.on_engine(lambda driver: inside.time_host_copy(driver, self.tiers, keys))
-
-    async def _keys_of(self, tokens: list[int]) -> list[BlockKey]:
-        from vllm import SamplingParams
-        from vllm.v1.request import Request
-
-        client = self.node._client
-        assert client is not None
-        unique_id, core_request = client.submit(
-            {"prompt_token_ids": tokens},
-            SamplingParams(max_tokens=1),
-            "keys",
-            None,
-            request=ANONYMOUS,
-            lora_request=None,
-        )
-        client.forget(unique_id, abort=False)
-        hasher = await self.node.run_on_engine(
-            lambda driver: driver.engine.engine_core.engine_core.request_block_hasher
-        )
-        return [
-            BlockKey(bytes(key))
-            for key in Request.from_engine_core_request(core_request, hasher).block_hashes
-        ]
 
     # -- adapters ----------------------------------------------------------------------------------------------------
 

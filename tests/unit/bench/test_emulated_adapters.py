@@ -38,8 +38,8 @@ def blocks_of(rank: int) -> int:
 
 
 def copies_of(adapters: EmulatedAdapters | None) -> list[int]:
-    assert adapters is not None and adapters.copies is not None
-    return adapters.copies.ids()
+    assert adapters is not None and adapters.blocks is not None
+    return adapters.blocks.ids()
 
 
 def test_an_adapter_takes_its_bytes_over_the_link_before_its_first_step() -> None:
