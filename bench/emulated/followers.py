@@ -271,10 +271,10 @@ def replay(timeline: Sequence[Event]) -> Tally:
         if what == "ended":
             followers.ended(arrival, now)
         else:
-            session, is_first = (arrival.workflow, arrival.agent), arrival.workflow not in begun
+            session = arrival.workflow, arrival.agent
             for promises in (tally.ours, tally.rule):
-                promises.num_foreseen += promises.keep(session, now) and not is_first
-            tally.num_calls += not is_first
+                promises.num_foreseen += promises.keep(session, now)
+            tally.num_calls += arrival.workflow in begun
             begun.add(arrival.workflow)
             followers.note(arrival, now)
             tally.rule.make(session, 1.0, now + MAX_GAP_S, now)

@@ -19,17 +19,14 @@ from __future__ import annotations
 import signal
 import statistics
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from bench.intervals import Aim, judged
 from bench.live.peers.play import FIRST_TEXT_TOKEN, Ask, decode_rate, text
-from bench.live.peers.worker import Worker, start_alike
+from bench.live.peers.worker import Worker, alike
 from bench.live.shared.models import ModelShape
 from bench.live.shared.report import Progress, figures, options, report, spread, spread_ms
 from bench.live.shared.rounds import in_turn
@@ -213,11 +210,9 @@ def compare_answers(turns: Answers) -> dict[str, Any]:
 
 def bench(plan: Plan) -> None:
     """Start the engines, measure everything and report."""
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="overture-restore-")))
-        memory = {"num_blocks": NUM_DEVICE_BLOCKS, "max_model_len": MAX_MODEL_LEN}
-        kinds = ("stock", "ours", "ours_off")
-        measured = Bench(plan, start_alike(kinds, ModelShape(), folder, stack, **memory))
+    memory = {"num_blocks": NUM_DEVICE_BLOCKS, "max_model_len": MAX_MODEL_LEN}
+    with alike(("stock", "ours", "ours_off"), ModelShape(), **memory) as workers:
+        measured = Bench(plan, workers)
         measured.say("follow-up turns")
         measured.measure_turns()
         measured.say("copies, then decoding")
