@@ -60,7 +60,7 @@ from engine_bridge.policy.scheduling.policies import DEFAULT_POLICY
 
 SPAN_S, WARM_UP_S = 300.0, 60.0
 LOADS, QUICK_LOADS, EVICTION_LOAD = (6, 8, 9, 11, 13), (6, 8, 9, 13), 8
-SLO_TIMES, ACCURACY = 5.0, 0.8
+SLO_TIMES, NUM_ALONE, ACCURACY = 5.0, 2000, 0.8
 # Factor to the next load, where P99 TTFT does not leave the SLO between the loads so far. Chosen.
 FURTHER = 1.2
 MODEL, POOL = LLAMA_7B, Pool()
@@ -182,12 +182,12 @@ def serve(point: Point) -> dict[str, float]:
 
 
 @cache
-def slo_s(setting: Setting, num: int = 2000) -> float:
+def slo_s(setting: Setting) -> float:
     """Return five times the mean TTFT of requests that come one at a time: an adapter's load and the prompt. It is `base`'s, whatever the arm."""
     cost, ranks = setting.cost, POOL.rank_of
     link_bytes_per_s = setting.gpu.achieved_link_bytes_per_s
-    pairs = random.Random("slo").choices(setting.lengths.pairs, k=num)
-    adapters = POOL.dealt(num, random.Random("slo adapters"))
+    pairs = random.Random("slo").choices(setting.lengths.pairs, k=NUM_ALONE)
+    adapters = POOL.dealt(NUM_ALONE, random.Random("slo adapters"))
     ttfts = [
         cost.prefill_s(prompt, ranks[a]) + MODEL.lora_bytes(ranks[a]) / link_bytes_per_s
         for (prompt, _), a in zip(pairs, adapters, strict=True)

@@ -93,9 +93,9 @@ class Figure:
         }
 
 
-def median(values: Iterable[float], digits: int = 4) -> float:
+def median(values: Iterable[float]) -> float:
     """Return the rounded median, as the JSON has it."""
-    return round(statistics.median(values), digits)
+    return round(statistics.median(values), 4)
 
 
 def crossing(loads: Sequence[float], seconds: Sequence[float], limit_s: float) -> float | None:

@@ -66,9 +66,9 @@ STYLE = {
 WIDTH_IN = 9.6
 
 
-def plots(runs: Mapping[str, Run], claims: Sequence[Claim] = CLAIMS) -> dict[str, str]:
+def plots(runs: Mapping[str, Run]) -> dict[str, str]:
     """Return each file's name and text."""
-    rows = [row for row in rows_of(claims, runs) if row.claim.paper is not None]
+    rows = [row for row in rows_of(CLAIMS, runs) if row.claim.paper is not None]
     with matplotlib.rc_context(STYLE):
         found = {
             f"{group.lower()}.svg": compared(group, [row for row in rows if row.claim.group == group])

@@ -42,7 +42,8 @@ async def joined(http: aiohttp.ClientSession, server: Server, *, is_quick: bool)
         one_node = await capacity(http, server, f"joined-{repeat}")
         await server.reopen(last)
         pause_s = one_node.pause_s(OVERLOAD, repeat)
-        capacities.append(one_node.figures() | {"pause_s": round(pause_s, 2)})
+        found = {"turns_per_s": one_node.turns_per_s, "answer_s": one_node.answer_s, "pause_s": pause_s}
+        capacities.append({name: round(value, 2) for name, value in found.items()})
         for arm in in_turn(arms, repeat):
             people = People(http, server, f"joined-{arm}", repeat, pause_s, advises=arm == "advised")
             await server.drain(last)
