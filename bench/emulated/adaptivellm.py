@@ -44,7 +44,6 @@ import random
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from typing import Any
 
 from bench.emulated.core.arrivals import Arrival
@@ -182,18 +181,8 @@ class Point:
         object.__setattr__(self, "setting", replace(self.setting, gpu=gpu, host_blocks=host_blocks))
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Results of one run. weighted: mean weighted turnaround. swapped: times that preempted requests came back by a load."""
-
-    per_s: float
-    weighted: float
-    turnaround_s: float
-    swapped: int
-
-
-def serve(point: Point) -> Outcome | dict[str, float]:
-    """Play one point; return its outcome, or the errors of predictions."""
+def serve(point: Point) -> dict[str, float]:
+    """Play one point; return its throughput, both turnarounds and how many preempted requests a load brought back, or the errors of predictions."""
     arm, setting = point.arm, point.setting
     requests, engine, tiers = setting.arrivals(point.seed), engine_of(setting), tiers_of(arm, setting)
     if point.is_foretold:
@@ -201,12 +190,12 @@ def serve(point: Point) -> Outcome | dict[str, float]:
         return errors(setting.gpu, setting.model, engine, arm.queue, tiers, requests, point.seed)
     played = play_on_node(arm.queue, requests, StepCost(setting.gpu, setting.model), engine, tiers=tiers)
     ended_s = max(job.ended_s for job in played.jobs)  # copies go on after that
-    return Outcome(
-        per_s=len(requests) / ended_s,
-        weighted=statistics.fmean(job.e2e_s / (job.ended_s - job.started_s) for job in played.jobs),
-        turnaround_s=statistics.fmean(job.e2e_s for job in played.jobs),
-        swapped=played.counts.get("preempted:swap", 0) + played.counts.get("preempted:split", 0),
-    )
+    return {
+        "per_s": len(requests) / ended_s,
+        "weighted": statistics.fmean(job.e2e_s / (job.ended_s - job.started_s) for job in played.jobs),
+        "turnaround_s": statistics.fmean(job.e2e_s for job in played.jobs),
+        "swapped": played.counts.get("preempted:swap", 0) + played.counts.get("preempted:split", 0),
+    }
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
@@ -229,18 +218,11 @@ def ratios(
     bench: Bench, arms: Sequence[Arm], base: str, settings: Iterable[Setting], measure: str
 ) -> list[float]:
     """Return by setting the median over seeds of a number of the best of some arms over that of a base."""
-    return [
-        statistics.median(
-            map(
-                max,
-                zip(
-                    *(bench.ratios(Point(arm, setting), Point(ARMS[base], setting), measure) for arm in arms),
-                    strict=True,
-                ),
-            )
-        )
-        for setting in settings
-    ]
+    found = []
+    for setting in settings:
+        by_arm = (bench.ratios(Point(arm, setting), Point(ARMS[base], setting), measure) for arm in arms)
+        found.append(statistics.median(map(max, zip(*by_arm, strict=True))))
+    return found
 
 
 # Least throughput of all models and datasets against vLLM and vLLM_s. Source: table 3.
@@ -327,7 +309,7 @@ def predictors_part(bench: Bench) -> None:
     bench.play(foretold)
     for (what, paper), name in itertools.product(PAPER_ERRORS.items(), ERRORS):
         key = f"{what}_{name}"
-        by_setting = [bench.values(point, itemgetter(key)) for point in foretold]
+        by_setting = [bench.values(point, key) for point in foretold]
         of_seeds = map(statistics.median, zip(*by_setting, strict=True))
         bench.figure((key,), of_seeds, None if name == "error_floor" else paper, unit="share")
 

@@ -368,10 +368,6 @@ def serve(point: Point) -> dict[str, float]:
     }
 
 
-def _get(name: str) -> Callable[[dict[str, float]], float]:
-    return lambda outcome: outcome[name]
-
-
 def _points(bench: Bench) -> list[tuple[str, Point]]:
     num = int(bench.size)
     heavy = [
@@ -396,9 +392,9 @@ def programs_part(bench: Bench) -> None:
     ratios: dict[str, float] = {}
     ways, waits, ttfts, of_continuum = [], [], [], []
     for name, point in points:
-        host = statistics.fmean(bench.values(point, _get("job_s")))
+        host = statistics.fmean(bench.values(point, "job_s"))
         by_arm: dict[str, Any] = {
-            arm: statistics.fmean(bench.values(replace(point, arm=arm), _get("job_s"))) / host for arm in arms
+            arm: statistics.fmean(bench.values(replace(point, arm=arm), "job_s")) / host for arm in arms
         }
         bench.note(
             ("at", name), {arm: round(value, 3) for arm, value in by_arm.items()} | {"host_s": round(host, 1)}
@@ -407,8 +403,8 @@ def programs_part(bench: Bench) -> None:
         if name in [each for each, _ in points[: len(SETTINGS)]]:
             ways.append((1 - by_arm["ours"]) / (1 - by_arm["roomy"]))
             of_continuum.append(by_arm["ours"] / by_arm["continuum"])
-        waits += bench.ratios(replace(point, arm="ours"), point, _get("longest_wait_s"))
-        ttfts += bench.ratios(replace(point, arm="ours"), point, _get("longest_ttft_s"))
+        waits += bench.ratios(replace(point, arm="ours"), point, "longest_wait_s")
+        ttfts += bench.ratios(replace(point, arm="ours"), point, "longest_ttft_s")
     heavy = [ratios[name] for name, _ in points[: len(SETTINGS)]]
     for name, value, is_less_better in (
         ("job_time_vs_host", statistics.fmean(heavy), True),
@@ -426,7 +422,7 @@ def chat_part(bench: Bench) -> None:
     point = Point("vllm", "coding", 100_000, 64.0, 1.0, int(bench.size) // 2, chat=True)
     ours = replace(point, arm="ours")
     bench.play((point, ours))
-    ratio = statistics.fmean(bench.ratios(ours, point, _get("chat_p99_s")))
+    ratio = statistics.fmean(bench.ratios(ours, point, "chat_p99_s"))
     bench.figure(("chat_p99_vs_vllm",), [ratio], AIMS["chat_p99_vs_vllm"], unit="ratio")
 
 
@@ -441,9 +437,9 @@ def recorded_part(bench: Bench) -> None:
     ]
     bench.play(replace(point, arm=arm) for _, point in points for arm in arms)
     for path, point in points:
-        host = statistics.fmean(bench.values(point, _get("job_s")))
+        host = statistics.fmean(bench.values(point, "job_s"))
         for arm in arms[1:]:
-            ratio = statistics.fmean(bench.values(replace(point, arm=arm), _get("job_s"))) / host
+            ratio = statistics.fmean(bench.values(replace(point, arm=arm), "job_s")) / host
             aim = AIMS["worst_job_time_vs_host"] if arm == "ours" else None
             bench.figure(("recorded", f"{path.stem} at {point.load}", arm), [ratio], aim, unit="ratio")
 

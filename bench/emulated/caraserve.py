@@ -25,7 +25,6 @@ printed first; of a baseline's overhead, falling short is being smaller. The las
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -48,93 +47,60 @@ ARMS: dict[str, ColdStart | None] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """Requests a second for adapters of one rank. num_adapters: 0 for a different adapter with each request."""
-
-    per_s: float
-    rank: int = 64
-    num_adapters: int = 0
+# Of all adapters. Source: CaraServe §2.3; the section of Fig. 14 names none.
+RANK = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One run of one node. arm: a key of `ARMS`."""
+    """One run of one node. arm: a key of `ARMS`. per_s: requests a second. num_adapters: 0 for a different adapter with each request."""
 
-    traffic: Traffic
     arm: str
+    per_s: float
+    num_adapters: int
     span_s: float
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Means:
-    """Means over the requests of a run."""
-
-    ttft_s: float
-
-
-def cost_of(arm: str, rank: int) -> StepCost:
-    """Return the cost of steps of an arm with adapters of this rank."""
-    assistant = None
-    if ARMS[arm] == "host helps":
-        assistant = as_quick_as(A10_ON_DEMAND, EPYC_7R32, MODEL, rank, usual_prompt())
-    return StepCost(A10_ON_DEMAND, MODEL, KERNELS["bgmv"], assistant)
-
-
-def serve(point: Point) -> Means:
-    """Play one point."""
-    traffic, cold_start = point.traffic, ARMS[point.arm]
-    deal = weighted(power_law(traffic.num_adapters)) if traffic.num_adapters else fresh
-    arrivals = poisson(lengths(), deal, traffic.per_s, point.span_s, point.seed)
-    cost = cost_of(point.arm, traffic.rank)
+def serve(point: Point) -> dict[str, float]:
+    """Play one point; return the mean TTFT."""
+    cold_start, num_adapters, assistant = ARMS[point.arm], point.num_adapters, None
+    deal = weighted(power_law(num_adapters)) if num_adapters else fresh
+    arrivals = poisson(lengths(), deal, point.per_s, point.span_s, point.seed)
+    if cold_start == "host helps":
+        assistant = as_quick_as(A10_ON_DEMAND, EPYC_7R32, MODEL, RANK, usual_prompt())
+    cost = StepCost(A10_ON_DEMAND, MODEL, KERNELS["bgmv"], assistant)
     engine = Engine(pool_blocks(cost), has_prefix_cache=False)
     memory = AdapterMemory(policy=None, num_slots=0)
     if cold_start is not None:
         memory = AdapterMemory(engine.max_running, policy=None, cold_start=cold_start)
-    jobs = play_on_node(
-        "fcfs",
-        arrivals,
-        cost,
-        engine,
-        ranks=(traffic.rank,) * (traffic.num_adapters or len(arrivals)),
-        memory=memory,
-    ).jobs
-    return Means(statistics.fmean(job.ttft_s for job in jobs))
+    ranks = (RANK,) * (num_adapters or len(arrivals))
+    jobs = play_on_node("fcfs", arrivals, cost, engine, ranks=ranks, memory=memory).jobs
+    return {"ttft_s": statistics.fmean(job.ttft_s for job in jobs)}
 
 
-@dataclass(frozen=True, slots=True)
-class Headline:
-    """A figure that the paper is known for: the traffic, the figure's key in the JSON, and the paper's overheads of TTFT by arm."""
-
-    traffic: Traffic
-    key: str
-    paper: Mapping[str, float]
-
-
-COLD = Headline(Traffic(9.0, 64), "ttft_overhead", {"on_demand": 4.12, "cpu_assist": 0.22})
-# The rank is §2.3's; this section does not name one.
-PRODUCTION = Headline(
-    Traffic(7.7, 64, 512), "production_ttft_overhead", {"on_demand": 0.39, "cpu_assist": 0.07}
-)
-
-
-def overheads(headline: Headline, bench: Bench) -> None:
-    """Find what each arm adds to the mean TTFT of `cached`."""
-    points = {arm: Point(headline.traffic, arm, bench.size) for arm in ARMS}
+def overheads(bench: Bench, key: str, per_s: float, num_adapters: int, **papers: float) -> None:
+    """Find what each arm adds to the mean TTFT of `cached`. papers: what it adds in the paper, by arm."""
+    points = {arm: Point(arm, per_s, num_adapters, bench.size) for arm in ARMS}
     bench.play(points.values())
-    for arm, point in points.items():
-        if arm != "cached":
-            changes = bench.changes(point, points["cached"], "ttft_s")
-            paper = headline.paper.get(arm)
-            bench.figure((headline.key, arm), changes, paper, is_less_better=arm == "cpu_assist")
+    for arm, paper in papers.items():
+        changes = bench.changes(points[arm], points["cached"], "ttft_s")
+        bench.figure((key, arm), changes, paper, is_less_better=arm == "cpu_assist")
+
+
+cold_part = partial(
+    overheads, key="ttft_overhead", per_s=9.0, num_adapters=0, on_demand=4.12, cpu_assist=0.22
+)
+production_part = partial(
+    overheads, key="production_ttft_overhead", per_s=7.7, num_adapters=512, on_demand=0.39, cpu_assist=0.07
+)
 
 
 TABLE = Table(
     "emulated-caraserve",
     "CaraServe on vLLM's scheduler",
     serve,
-    {"cold": partial(overheads, COLD), "production": partial(overheads, PRODUCTION)},
+    {"cold": cold_part, "production": production_part},
     (SPAN_S, QUICK_SPAN_S),
     f"{QUICK_SPAN_S:.0f} s of requests",
     seeds=3,

@@ -60,7 +60,7 @@ from engine_bridge.policy.scheduling.policies import DEFAULT_POLICY
 
 SPAN_S, WARM_UP_S = 300.0, 60.0
 LOADS, QUICK_LOADS, EVICTION_LOAD = (6, 8, 9, 11, 13), (6, 8, 9, 13), 8
-SLO_TIMES, ACCURACY = 5.0, 0.8
+SLO_TIMES, NUM_ALONE, ACCURACY = 5.0, 2000, 0.8
 # Factor to the next load, where P99 TTFT does not leave the SLO between the loads so far. Chosen.
 FURTHER = 1.2
 MODEL, POOL = LLAMA_7B, Pool()
@@ -151,14 +151,6 @@ class Point:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Results of a run, of requests that came after the warm-up."""
-
-    ttft_p50_s: float
-    ttft_p99_s: float
-
-
 def play(point: Point) -> Played:
     """Play one point."""
     arm, setting = point.arm, point.setting
@@ -179,23 +171,23 @@ def play(point: Point) -> Played:
     )
 
 
-def serve(point: Point) -> Outcome:
-    """Play one point and return the compared figures."""
+def serve(point: Point) -> dict[str, float]:
+    """Play one point and return the compared figures of requests that came after the warm-up."""
     warm_up_s = min(WARM_UP_S, point.span_s / 2)
     ttft_s = [job.ttft_s for job in play(point).jobs if job.arrival.at_s >= warm_up_s]
-    return Outcome(quantile(ttft_s, 0.5), quantile(ttft_s, 0.99))
+    return {"ttft_p50_s": quantile(ttft_s, 0.5), "ttft_p99_s": quantile(ttft_s, 0.99)}
 
 
 # -- loads within SLO --------------------------------------------------------------------------------------------------
 
 
 @cache
-def slo_s(setting: Setting, num: int = 2000) -> float:
+def slo_s(setting: Setting) -> float:
     """Return five times the mean TTFT of requests that come one at a time: an adapter's load and the prompt. It is `base`'s, whatever the arm."""
     cost, ranks = setting.cost, POOL.rank_of
     link_bytes_per_s = setting.gpu.achieved_link_bytes_per_s
-    pairs = random.Random("slo").choices(setting.lengths.pairs, k=num)
-    adapters = POOL.dealt(num, random.Random("slo adapters"))
+    pairs = random.Random("slo").choices(setting.lengths.pairs, k=NUM_ALONE)
+    adapters = POOL.dealt(NUM_ALONE, random.Random("slo adapters"))
     ttfts = [
         cost.prefill_s(prompt, ranks[a]) + MODEL.lora_bytes(ranks[a]) / link_bytes_per_s
         for (prompt, _), a in zip(pairs, adapters, strict=True)

@@ -19,8 +19,6 @@ from __future__ import annotations
 import gc
 import itertools
 import random
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +26,7 @@ from bench.emulated.core.calibration import A40
 from bench.emulated.core.clock import Clock
 from bench.emulated.core.models import LLAMA2_7B
 from bench.emulated.core.node import EmulatedNode, Engine
-from bench.emulated.core.plays import Played, arrivals, lognormal, play_on_node
+from bench.emulated.core.plays import arrivals, lognormal, play_on_node
 from bench.emulated.core.steps import StepCost, StepWork, pool_blocks
 from bench.emulated.table import Bench, Table, median
 from engine_bridge.policy.scheduling.policies import POLICIES
@@ -66,22 +64,15 @@ class Queue:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """Parts of the steps' time: of `decide` alone, and of all our scheduling."""
-
-    decide: float
-    own: float
-
-
-def serve(point: Play | Queue) -> Played | Shares:
-    """Play one point."""
+def serve(point: Play | Queue) -> dict[str, Any]:
+    """Play one point; return each request's times and what a step's scheduling took, or what `measure` says."""
     if isinstance(point, Queue):
         return measure(point)
     num_blocks = int(ENGINE.num_blocks * TIGHT_SHARE) if point.load == "tight" else ENGINE.num_blocks
     lengths = lognormal(point.num_requests, point.seed)
     requests = arrivals(lengths, LOADS[point.load], point.num_requests, point.seed)
-    return play_on_node(point.policy, requests, COST, replace(ENGINE, num_blocks=num_blocks))
+    played = play_on_node(point.policy, requests, COST, replace(ENGINE, num_blocks=num_blocks))
+    return {"times": played.times, "us_per_step": played.scheduler_s / played.num_steps * 1e6}
 
 
 class _Watched(EmulatedNode):
@@ -103,18 +94,13 @@ class _Watched(EmulatedNode):
         super()._end(output, work, began_s, failed)
 
 
-def measure(
-    queue: Queue,
-    stopwatch: Callable[[], float] = time.perf_counter,
-    cost: StepCost = COST,
-    engine: Engine = ENGINE,
-) -> Shares:
-    """Return the time of our scheduling while requests wait: a new request replaces each ended one.
+def measure(queue: Queue) -> dict[str, float]:
+    """Return the parts of the steps' time that `decide` alone and all of our scheduling take while requests wait.
 
-    stopwatch: tells the time that our scheduling takes.
+    A new request replaces each ended one.
     """
     clock, num = Clock(), queue.num_queued + 2000
-    node = _Watched(clock, cost, engine, queue.policy, stopwatch=stopwatch)
+    node = _Watched(clock, COST, ENGINE, queue.policy)
     node.watch()
     rng = random.Random(f"tenants {queue.seed}")
     requests = [
@@ -143,7 +129,7 @@ def measure(
         gc.unfreeze()
         node.close()
     own_s, decide_s, step_s = (sum(each[NUM_WARM:]) for each in (node.own_s, node.decide_s, node.step_s))
-    return Shares(decide_s / step_s, own_s / step_s)
+    return {"decide": decide_s / step_s, "own": own_s / step_s}
 
 
 def order_part(bench: Bench) -> None:

@@ -178,10 +178,11 @@ def made(name: str, rng: random.Random) -> list[Run]:
 
 @dataclass(slots=True)
 class Promises:
-    """The sessions that are expected, and what became of earlier promises."""
+    """The sessions that one of both expects, what became of its earlier promises, and the number of calls that were promised."""
 
     live: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
     outcomes: list[tuple[float, bool]] = field(default_factory=list)
+    num_foreseen: int = 0
 
     def make(self, session: tuple[str, str], probability: float, until_s: float, now: float) -> None:
         """Promise a call of this session, or renew a promise that is live."""
@@ -206,34 +207,29 @@ class Promises:
 
 @dataclass(slots=True)
 class Tally:
-    """Promises and calls of one data set, of ours and of the rule: [ours, the rule's]. foreseen: calls that were promised."""
+    """Promises of ours and of the rule on one data set, and its calls that are not their run's first."""
 
-    promises: tuple[Promises, Promises] = field(default_factory=lambda: (Promises(), Promises()))
-    foreseen: list[int] = field(default_factory=lambda: [0, 0])
+    ours: Promises = field(default_factory=Promises)
+    rule: Promises = field(default_factory=Promises)
     num_calls: int = 0
 
     def add(self, other: Tally) -> None:
         """Add another seed's tally."""
-        for own, more in zip(self.promises, other.promises, strict=True):
+        for own, more in ((self.ours, other.ours), (self.rule, other.rule)):
             own.outcomes += more.outcomes
-        self.foreseen = [own + more for own, more in zip(self.foreseen, other.foreseen, strict=True)]
+            own.num_foreseen += more.num_foreseen
         self.num_calls += other.num_calls
 
     def result(self) -> dict[str, float]:
         """Return the figures of the module's docstring."""
-        precision, rule_precision = (
-            _share(sum(has_come for _, has_come in own.outcomes), len(own.outcomes)) for own in self.promises
-        )
-        recall, rule_recall = (_share(num, self.num_calls) for num in self.foreseen)
-        found = {
-            "precision": precision,
-            "recall": recall,
-            "trivial_precision": rule_precision,
-            "trivial_recall": rule_recall,
-            "precision_vs_trivial": _share(precision, rule_precision),
-            "recall_vs_trivial": _share(recall, rule_recall),
-            "calibration_error": calibration_error(self.promises[0].outcomes),
-        }
+        found = {}
+        for prefix, own in (("", self.ours), ("trivial_", self.rule)):
+            num_kept = sum(has_come for _, has_come in own.outcomes)
+            found[f"{prefix}precision"] = _share(num_kept, len(own.outcomes))
+            found[f"{prefix}recall"] = _share(own.num_foreseen, self.num_calls)
+        for name in ("precision", "recall"):
+            found[f"{name}_vs_trivial"] = _share(found[name], found[f"trivial_{name}"])
+        found["calibration_error"] = calibration_error(self.ours.outcomes)
         return {name: round(value, 4) for name, value in found.items()}
 
 
@@ -276,20 +272,19 @@ def replay(timeline: Sequence[Event]) -> Tally:
             followers.ended(arrival, now)
         else:
             session = arrival.workflow, arrival.agent
-            was_promised = [promises.keep(session, now) for promises in tally.promises]
-            if arrival.workflow in begun:
-                tally.num_calls += 1
-                tally.foreseen = [num + was for num, was in zip(tally.foreseen, was_promised, strict=True)]
+            for promises in (tally.ours, tally.rule):
+                promises.num_foreseen += promises.keep(session, now)
+            tally.num_calls += arrival.workflow in begun
             begun.add(arrival.workflow)
             followers.note(arrival, now)
-            tally.promises[1].make(session, 1.0, now + MAX_GAP_S, now)
+            tally.rule.make(session, 1.0, now + MAX_GAP_S, now)
         # As `gateway.advisories.learned`: other agents as soon as a request comes, the agent itself when its answer is whole.
         for guess in followers.expected(arrival, now):
             if what == "ended" or guess.agent != arrival.agent:
                 of_guess, until_s = (arrival.workflow, guess.agent), now + guess.lifetime_s
-                tally.promises[0].make(of_guess, guess.probability, until_s, now)
-    for promises in tally.promises:
-        promises.end()
+                tally.ours.make(of_guess, guess.probability, until_s, now)
+    tally.ours.end()
+    tally.rule.end()
     return tally
 
 

@@ -62,20 +62,6 @@ SHAPE = BlockShape(num_layers=NUM_BANDS, layer_bytes=1)
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """One line of the trace. `block_ids` are chained: an id implies all blocks before it; the last block may be partial."""
-
-    at_s: float
-    num_tokens: int
-    block_ids: Sequence[int]
-
-    @property
-    def full_block_ids(self) -> Sequence[int]:
-        """The ids without a partial block's."""
-        return self.block_ids[: self.num_tokens // BLOCK_TOKENS]
-
-
-@dataclass(frozen=True, slots=True)
 class Request:
     """A prompt of a known session. `keys`: its full blocks without the common one."""
 
@@ -85,34 +71,33 @@ class Request:
     keys: list[BlockKey]
 
 
-def read_trace() -> list[Prompt]:
-    """Return the trace's prompts."""
-    rows = map(json.loads, lines_of(MOONCAKE))
-    return [Prompt(row["timestamp"] / 1000, row["input_length"], row["hash_ids"]) for row in rows]
+@cache
+def recorded_requests(seed: int) -> list[Request]:
+    """Return the trace's prompts in order, spread over their ticks, each with the session that it continues or starts (see the module's docstring).
 
-
-def requests_of(prompts: Sequence[Prompt], rng: random.Random) -> list[Request]:
-    """Prompts in order, spread over their ticks, each with the session that it continues or starts (see the module's docstring)."""
-    times = sorted(prompt.at_s + rng.uniform(0, TICK_S) for prompt in prompts)
+    The trace's block ids are chained: an id implies all blocks before it; the last block may be partial.
+    """
+    rng, rows = random.Random(seed), [json.loads(line) for line in lines_of(MOONCAKE)]
+    times = sorted(row["timestamp"] / 1000 + rng.uniform(0, TICK_S) for row in rows)
     ends: dict[int, str] = {}  # last full block of a session's latest prompt: the session
     requests = []
-    for at_s, prompt in zip(times, prompts, strict=True):
-        chain = prompt.full_block_ids[NUM_COMMON_BLOCKS:]
+    for at_s, row in zip(times, rows, strict=True):
+        chain = row["hash_ids"][NUM_COMMON_BLOCKS : row["input_length"] // BLOCK_TOKENS]
         if not chain:
             continue  # nothing to save or restore
         end = next((block_id for block_id in reversed(chain) if block_id in ends), None)
         session = f"s{len(requests)}" if end is None else ends.pop(end)
         ends[chain[-1]] = session
         keys = [BlockKey(block_id.to_bytes(4, "big")) for block_id in chain]
-        requests.append(Request(at_s, session, prompt.num_tokens, keys))
+        requests.append(Request(at_s, session, row["input_length"], keys))
     return requests
 
 
 @cache
 def requests_of_node(node: int, seed: int) -> list[Request]:
     """Return the requests that a node serves: sessions that share a block share a node."""
-    requests = requests_of(read_trace(), random.Random(seed))
-    return [request for request in requests if zlib.crc32(request.keys[0]) % NUM_NODES == node]
+    recorded = recorded_requests(seed)
+    return [request for request in recorded if zlib.crc32(request.keys[0]) % NUM_NODES == node]
 
 
 @dataclass(frozen=True, slots=True)

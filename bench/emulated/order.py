@@ -28,7 +28,6 @@ import random
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from typing import Any
 
 from bench.data import are_recorded
@@ -43,7 +42,6 @@ from bench.emulated.core.traces import MAX_TOKENS, RECORDED, TRACES, trace_rows
 from bench.emulated.core.traffic import Pool
 from bench.emulated.table import Bench, Place, Table
 from bench.measures import quantile
-from engine_bridge.policy.scheduling.bounded import Bounded, BoundedSettings
 from engine_bridge.policy.scheduling.policies import DEFAULT_POLICY, MakePolicy
 
 LOADS, NUM_REQUESTS = (0.9, 1.1, 1.3), 600
@@ -67,13 +65,14 @@ class Point:
     """One play of successive requests of a trace.
 
     Attributes:
+        order: as `EmulatedNode` takes its policy.
         load: share of the capacity; 0: all requests come at once.
         capacity_per_s: requests that vLLM's own queue answers a second, by seed.
         step_tokens: most tokens of a step.
         max_step_s: as `--max-step-ms`; 0: steps are as long as vLLM makes them.
     """
 
-    order: str
+    order: str | MakePolicy
     trace: str
     has_adapters: bool
     num: int
@@ -103,13 +102,6 @@ class Point:
         return found
 
 
-def _policy(order: str) -> str | MakePolicy:
-    name, _, share = order.partition(" ")
-    if not share:
-        return name
-    return lambda num_tokens: Bounded(num_tokens, BoundedSettings(overtaking_share=float(share)))
-
-
 def play(point: Point) -> list[Job]:
     """Play a point."""
     guesser = Classes([row[2] for row in trace_rows(point.trace)], ACCURACY, point.seed)
@@ -122,9 +114,7 @@ def play(point: Point) -> list[Job]:
     )
     ranks = Pool(NUM_ADAPTERS).rank_of if point.has_adapters else ()
     memory = AdapterMemory(NUM_SLOTS)
-    return play_on_node(
-        _policy(point.order), point.requests, COST, engine, guesser, ranks=ranks, memory=memory
-    ).jobs
+    return play_on_node(point.order, point.requests, COST, engine, guesser, ranks=ranks, memory=memory).jobs
 
 
 # -- what an order comes to --------------------------------------------------------------------------------------------
@@ -197,7 +187,7 @@ def summary(own: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def _stock(bench: Bench, trace: str, has_adapters: bool) -> Point:
     """Return a point of vLLM's own queue that knows its capacity."""
     at_once = Point("vllm", trace, has_adapters, int(bench.size))
-    capacities = zip(bench.seeds, bench.values(at_once, itemgetter("capacity_per_s")), strict=True)
+    capacities = zip(bench.seeds, bench.values(at_once, "capacity_per_s"), strict=True)
     return replace(at_once, capacity_per_s=tuple(capacities))
 
 
@@ -249,7 +239,7 @@ def steps_part(bench: Bench) -> None:
         ours = replace(stock, order=DEFAULT_POLICY)
         own = replace(ours, max_step_s=MAX_STEP_S)
         bench.play((*fixed, ours, own))
-        latency_s = {point: bench.values(point, itemgetter("latency"))[0] for point in (*fixed, ours, own)}
+        latency_s = {point: bench.values(point, "latency")[0] for point in (*fixed, ours, own)}
         best = min(fixed, key=latency_s.__getitem__)
         peers = {"default": stock, "best": best, "unpaced": ours}
         rows[trace] = {name: latency_s[own] / latency_s[peer] for name, peer in peers.items()}

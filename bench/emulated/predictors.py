@@ -47,25 +47,17 @@ def noise_of(seed: object) -> DeviceNoise:
     return DeviceNoise(**{name: Replay(ratios[name], f"{name} {seed}") for name in ("step", "out", "back")})
 
 
-def bounds_of(engine: Engine) -> Bounds:
-    """Return what `overture profile` would measure of this engine."""
+@cache
+def profile(gpu: Gpu, model: Model, engine: Engine, seed: int) -> tuple[StepGrid, Link]:
+    """Return the table and the link, fitted to noisy samples as `overture profile` takes them of this engine."""
+    cost, noise = StepCost(gpu, model), noise_of(f"profile {seed}")
     num_kv_tokens = int(engine.num_tokens * CONTEXT_SHARE)
-    return Bounds(
+    bounds = Bounds(
         engine.max_running, engine.step_tokens, num_kv_tokens, engine.max_tokens, engine.step_tokens
     )
-
-
-def samples_of(gpu: Gpu, model: Model, bounds: Bounds, seed: int) -> list[StepSample]:
-    """Return steps with noise, as `overture profile` takes them."""
-    cost, noise = StepCost(gpu, model), noise_of(f"profile {seed}")
     points = itertools.islice(visits(bounds, seed), NUM_SAMPLES)
-    return [sample for point in points for sample in _sampled(cost, point, noise)]
-
-
-@cache
-def profile(gpu: Gpu, model: Model, bounds: Bounds, seed: int) -> tuple[StepGrid, Link]:
-    """Return the table and the link, fitted to noisy samples."""
-    fit, noise = fit_steps(samples_of(gpu, model, bounds, seed)), noise_of(f"profile {seed}")
+    fit = fit_steps([sample for point in points for sample in _sampled(cost, point, noise)])
+    noise = noise_of(f"profile {seed}")
     block_bytes = BLOCK_TOKENS * model.kv_bytes_per_token
     alone_s = {
         size: size * block_bytes / gpu.achieved_link_bytes_per_s + gpu.load_setup_s for size in COPY_SIZES
@@ -103,7 +95,7 @@ def errors(
 
     Of copies each way, the worse counts.
     """
-    grid, link = profile(gpu, model, bounds_of(engine), seed)
+    grid, link = profile(gpu, model, engine, seed)
     cost, noise, clock = StepCost(gpu, model), noise_of(seed), Clock()
     cost.table = StepTable(grid)
     node = EmulatedNode(clock, cost, engine, policy, tiers=tiers, noise=noise)

@@ -33,11 +33,11 @@ from typing import NamedTuple
 
 from bench.emulated.core.calibration import A10_ON_DEMAND, LLAMA2_7B_QKV
 from bench.emulated.core.clock import Clock
-from bench.emulated.core.steps import KERNELS, VLLM, Chunk, Shape, StepCost
+from bench.emulated.core.steps import KERNELS, VLLM, Chunk, StepCost
 from bench.emulated.core.traffic import Lengths, alpaca, functions, play, poisson, weighted
 from bench.emulated.small_node import SmallCluster, SmallNode
 from bench.emulated.table import Bench, Table
-from engine_bridge.policy.nodes.routing import POLICIES, RoutingPolicy, Settings
+from engine_bridge.policy.nodes.routing import POLICIES, Settings
 from engine_bridge.protocol.node_facts import KernelName, PerfModel, Ranks
 
 SPAN_S, WARM_UP_S, QUICK_SPAN_S = 60.0, 10.0, 15.0
@@ -75,21 +75,11 @@ class Site:
     """A cluster and its traffic; every node has every adapter, and they are asked for as Azure's functions are."""
 
     kernel: KernelName = "bgmv"
-    shape: Shape = WHOLE_PROMPTS
     num_nodes: int = 60
     num_adapters: int = 40_000
     per_s: float = 340.0
     span_s: float = SPAN_S
     warm_up_s: float = WARM_UP_S
-
-    @property
-    def cost(self) -> StepCost:
-        """The cost of steps on each node."""
-        return cost_of(self.kernel)
-
-    def node(self, clock: Clock, ranks: Sequence[int]) -> SmallNode:
-        """Return a node."""
-        return SmallNode(clock, self.cost, self.shape, ranks)
 
 
 def cost_of(kernel: KernelName) -> StepCost:
@@ -104,20 +94,6 @@ class Point:
     policy: str
     site: Site
     seed: int = 0
-
-    @property
-    def router(self) -> RoutingPolicy:
-        """A new router."""
-        name = "overture" if self.policy == FREE_ADAPTERS else self.policy
-        return POLICIES[name](settings_of(name, self.site))
-
-
-@dataclass(frozen=True, slots=True)
-class Means:
-    """Over requests after the warm-up. attainment: share within the SLO."""
-
-    tpot_s: float
-    attainment: float
 
 
 class Measured(NamedTuple):
@@ -159,8 +135,8 @@ def profiled(kernel: KernelName, num: int = 400) -> tuple[PerfModel, PerfModel, 
 
 
 def settings_of(policy: str, site: Site) -> Settings:
-    """Return a router's settings. RankAware has the paper's models; Overture counts tokens, too, and knows whether prompts have separate steps."""
-    cost, prompt = site.cost, usual_prompt()
+    """Return a router's settings. RankAware has the paper's models; Overture counts tokens, too, and knows that prompts have separate steps."""
+    cost, prompt = cost_of(site.kernel), usual_prompt()
     decode, prefill, decode_with_tokens = profiled(site.kernel)
     return Settings(
         decode=decode_with_tokens if policy == "overture" else decode,
@@ -168,12 +144,16 @@ def settings_of(policy: str, site: Site) -> Settings:
         slo_s=SLO_TIMES * cost.step_s((), 1, prompt + round(usual_answer() / 2)),
         answer_tokens=usual_answer(),
         prompt_token_s=(cost.prefill_s(512) - cost.prefill_s(prompt)) / (512 - prompt),
-        prefill_step_s=0.0 if site.shape.is_mixed else cost.prefill_s(prompt),
+        prefill_step_s=cost.prefill_s(prompt),
     )
 
 
-def serve(point: Point) -> Means:
-    """Play one point. Raises RuntimeError if a request is never served."""
+def serve(point: Point) -> dict[str, float]:
+    """Play one point; return the mean time per token after the warm-up, and the share within the SLO.
+
+    Raises:
+        RuntimeError: if a request is never served.
+    """
     site, clock = point.site, Clock()
     rng = random.Random(f"adapters of the cluster {point.seed}")
     ranks = tuple(rng.choices(RANKS, k=site.num_adapters))
@@ -181,8 +161,11 @@ def serve(point: Point) -> Means:
     arrivals = poisson(lengths(), deal, site.per_s, site.span_s, point.seed)
     if point.policy == FREE_ADAPTERS:
         ranks = len(ranks) * (0,)
-    nodes = [site.node(clock, ranks) for _ in range(site.num_nodes)]
-    cluster = SmallCluster(nodes, point.router, ranks, round(usual_answer()))
+    cost = cost_of(site.kernel)
+    nodes = [SmallNode(clock, cost, WHOLE_PROMPTS, ranks) for _ in range(site.num_nodes)]
+    name = "overture" if point.policy == FREE_ADAPTERS else point.policy
+    router = POLICIES[name](settings_of(name, site))
+    cluster = SmallCluster(nodes, router, ranks, round(usual_answer()))
     play(clock, arrivals, cluster.submit)
     ended = [request for node in nodes for request in node.ended]
     if len(ended) != len(arrivals):
@@ -190,10 +173,8 @@ def serve(point: Point) -> Means:
     requests = [each for each in ended if site.warm_up_s <= each.arrival.at_s < site.span_s]
     tpots = [request.tpot_s for request in requests if not math.isnan(request.tpot_s)]
     slo_s = settings_of(point.policy, site).slo_s
-    return Means(
-        tpot_s=statistics.fmean(tpots),
-        attainment=statistics.fmean(seconds <= slo_s for seconds in tpots),
-    )
+    attainment = statistics.fmean(seconds <= slo_s for seconds in tpots)
+    return {"tpot_s": statistics.fmean(tpots), "attainment": attainment}
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------

@@ -23,8 +23,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
 
 from bench.emulated.core.arrivals import Arrival
 from bench.emulated.core.calibration import A100
@@ -32,6 +31,7 @@ from bench.emulated.core.clock import Clock
 from bench.emulated.core.hardware import Gpu
 from bench.emulated.core.models import LLAMA3_8B, Model
 from bench.emulated.core.node import EmulatedNode, Engine, Job
+from bench.emulated.core.people import remember
 from bench.emulated.core.steps import StepCost
 from bench.emulated.core.tiers import TierSizes
 from bench.emulated.table import Bench, Table
@@ -42,6 +42,7 @@ from bench.live.kv.advisory_disk import (
     NEW_TOKENS,
     NUM_STREAMS,
     SHAPE,
+    first_lengths,
 )
 from bench.live.kv.people import SPREAD, human_times
 from bench.live.peers.play import STREAM_ANSWER_TOKENS, STREAM_PROMPT_TOKENS
@@ -50,7 +51,6 @@ from gateway.advisories.advisories import DEFAULT_TTL_S
 from gateway.advisories.precision import Precision
 from kvtiers.keys import BlockKey
 
-NUM_PEOPLE, LONGEST_BY_SHORTEST = 20, 4
 SMALL = Model(
     "4 kB a token and layer", 4, 256, 512, 4, 4, 2048, 65_536, counted_kv_bytes=SHAPE.kv_token_bytes
 )
@@ -81,7 +81,7 @@ class Setting:
     """The traffic and the machine of one run.
 
     Attributes:
-        shortest_tokens: of a conversation; the longest has `LONGEST_BY_SHORTEST` times as many.
+        shortest_tokens: as `first_lengths` takes it.
         device_share, host_share: the shares of all conversations' KV that fit.
         think_s: the mean of reading and typing, each half of it; None: as people read and type.
         typing_share: the share of questions that are typed; the others come without an announcement.
@@ -98,12 +98,6 @@ class Setting:
     typing_share: float = 1.0
     given_up_share: float = 0.0
     is_bursty: bool = False
-
-    def lengths(self) -> dict[str, int]:
-        """Return the tokens of each person's conversation at first; their logarithms are spread evenly."""
-        steps = [LONGEST_BY_SHORTEST ** (n / (NUM_PEOPLE - 1)) for n in range(NUM_PEOPLE)]
-        random.Random(0).shuffle(steps)
-        return {f"person{n}": int(self.shortest_tokens * step) for n, step in enumerate(steps)}
 
 
 LARGE = Setting(model=EIGHT, device=A100, shortest_tokens=2048)
@@ -139,43 +133,20 @@ class Point:
     seed: int = 0
 
 
-@dataclass(slots=True)
-class Outcome:
-    """One run's: the TTFT of questions that count, and the seconds between tokens of streams. disk_bytes: read by the end."""
-
-    ttft_s: list[float] = field(default_factory=list)
-    stream_token_s: list[float] = field(default_factory=list)
-    disk_bytes: int = 0
-
-    @property
-    def mean_s(self) -> float:
-        """The mean TTFT."""
-        return statistics.fmean(self.ttft_s)
-
-    @property
-    def p50_s(self) -> float:
-        """The median TTFT."""
-        return quantile(self.ttft_s, 0.5)
-
-    @property
-    def p99_s(self) -> float:
-        """The TTFT that one of a hundred questions exceeds."""
-        return quantile(self.ttft_s, 0.99)
-
-    @property
-    def token_s(self) -> float:
-        """The mean of streams."""
-        return statistics.fmean(self.stream_token_s)
-
-
 class People:
-    """Twenty people who read, type and ask, and two streams beside them."""
+    """Twenty people who read, type and ask, and two streams beside them.
+
+    Attributes:
+        ttft_s: of the questions that count.
+        stream_token_s: the seconds between tokens, of each answer of a stream.
+    """
 
     def __init__(self, point: Point) -> None:
         setting = self.setting = point.setting
-        self.arm, self.clock, self.outcome = point.arm, Clock(), Outcome()
-        self.num_warm_up, self.num_questions = int(point.num_questions * WARM_UP_SHARE), point.num_questions
-        self.lengths = setting.lengths()
+        self.arm, self.clock = point.arm, Clock()
+        self.ttft_s, self.stream_token_s = list[float](), list[float]()
+        self.num_warm_up, self.num_answered = int(point.num_questions * WARM_UP_SHARE), 0
+        self.lengths = first_lengths(setting.shortest_tokens)
         num_blocks = sum(length // BLOCK_SIZE + 1 for length in self.lengths.values())
         block_bytes = BLOCK_SIZE * setting.model.kv_bytes_per_token
         self.node = EmulatedNode(
@@ -188,7 +159,7 @@ class People:
         self.node.on_end = self.ended
         self._asking: dict[str, str] = {}
         self._advised: dict[str, str] = {}
-        self._precision, self._num_asked, self._num_answered = Precision(), 0, 0
+        self._precision, self._num_asked = Precision(), 0
         # One generator for each person, so that a slower arm does not change people's habits.
         self._chances = {session: random.Random(f"{point.seed} {session}") for session in self.lengths}
         for session, length in self.lengths.items():
@@ -197,18 +168,12 @@ class People:
         for _ in range(NUM_STREAMS):
             self.stream()
 
-    @property
-    def is_over(self) -> bool:
-        """Whether all questions that count have been answered."""
-        return self._num_answered >= self.num_questions
-
     def place(self, session: str, num_blocks: int) -> None:
         """Put a session's earlier KV on the disk."""
         tiers, names = self.node.tiers, self.node.requests.names(session, num_blocks)
         assert tiers is not None and tiers.hollow.disk is not None
         tiers.hollow.disk.keep([BlockKey(bytes(name)) for name in names])
-        left = SimpleNamespace(session_id=session, cache_salt=None, block_hashes=names, sampling_params=None)
-        tiers.promoter.remember(left)  # type: ignore[arg-type]  # all that it looks at
+        remember(tiers, session, names)
 
     def stream(self) -> None:
         """Begin another answer of a stream."""
@@ -278,28 +243,35 @@ class People:
         session = self._asking.pop(job.arrival.request_id, None)
         if session is None:
             self.stream()
-            if self._num_answered >= self.num_warm_up:
+            if self.num_answered >= self.num_warm_up:
                 num_gaps = job.arrival.num_answer_tokens - 1
-                self.outcome.stream_token_s.append((job.ended_s - job.first_token_s) / num_gaps)
+                self.stream_token_s.append((job.ended_s - job.first_token_s) / num_gaps)
             return
         self.lengths[session] += NEW_TOKENS + ANSWER_TOKENS
-        self._num_answered += 1
-        if self._num_answered > self.num_warm_up:
-            self.outcome.ttft_s.append(job.ttft_s)
+        self.num_answered += 1
+        if self.num_answered > self.num_warm_up:
+            self.ttft_s.append(job.ttft_s)
         self.read_and_type(session, self.clock.now)
 
 
-def serve(point: Point) -> Outcome:
-    """Play one point."""
+def serve(point: Point) -> dict[str, float]:
+    """Play one point; return the TTFT of the questions that count, the seconds between tokens of streams, and the bytes read from disk."""
     people = People(point)
     try:
-        while not people.is_over:
+        while people.num_answered < point.num_questions:
             people.clock.run(people.clock.now + 1.0)
         assert people.node.tiers is not None and people.node.tiers.hollow.disk is not None
-        people.outcome.disk_bytes = people.node.tiers.hollow.disk.reader.bytes_moved
+        disk_bytes = people.node.tiers.hollow.disk.reader.bytes_moved
     finally:
         people.node.close()
-    return people.outcome
+    return {
+        "num_counted": len(people.ttft_s),
+        "mean_s": statistics.fmean(people.ttft_s),
+        "p50_s": quantile(people.ttft_s, 0.5),
+        "p99_s": quantile(people.ttft_s, 0.99),
+        "token_s": statistics.fmean(people.stream_token_s),
+        "disk_bytes": disk_bytes,
+    }
 
 
 def default_part(bench: Bench) -> None:
@@ -313,12 +285,8 @@ def default_part(bench: Bench) -> None:
                 bench.ratios(of[arm], of["none"], f"{figure}_s"),
                 unit="ratio",
             )
-    gains = [
-        (1 - ours) / (1 - bound)
-        for ours, bound in zip(
-            *(bench.ratios(of[arm], of["none"], "mean_s") for arm in ("advised", "timed")), strict=True
-        )
-    ]
+    ours, bound = (bench.ratios(of[arm], of["none"], "mean_s") for arm in ("advised", "timed"))
+    gains = [(1 - own) / (1 - best) for own, best in zip(ours, bound, strict=True)]
     bench.figure(("p50_at_default",), bench.ratios(of["advised"], of["none"], "p50_s"), 0.2, unit="ratio")
     bench.figure(("of_clairvoyant_at_default",), gains, 0.6, is_less_better=False, unit="ratio")
 

@@ -31,8 +31,8 @@ from bench.emulated.core.clock import Clock
 from bench.emulated.core.hardware import GB
 from bench.emulated.core.models import LLAMA3_8B
 from bench.emulated.core.node import EmulatedNode, Engine
-from bench.emulated.core.people import Chats, Habits, LogNormal, Users
-from bench.emulated.core.steps import BLOCK_TOKENS, VLLM, StepCost, pool_blocks
+from bench.emulated.core.people import Chats, LogNormal, Users
+from bench.emulated.core.steps import StepCost, pool_blocks
 from bench.emulated.core.tiers import TierSizes
 from bench.emulated.table import Bench, Table, crossing, median
 
@@ -73,7 +73,7 @@ class Setting:
     Attributes:
         link_share: of PCIe's speed, that copies get.
         missing: share of turns without an advisory.
-        lead_share: as of `Habits`.
+        lead_share: as of `Users`.
         mean_turns: of a session.
     """
 
@@ -95,10 +95,10 @@ class Setting:
         """The sizes of the tiers."""
         return TierSizes(self.host_bytes, self.disk_bytes_per_s)
 
-    def habits(self, arm: Arm) -> Habits:
-        """Return people's habits with this arm."""
-        chats = Chats(turns=LogNormal(self.mean_turns, Chats().turns.sigma))
-        return Habits(chats, arm.has_advisories, self.missing, self.lead_share)
+    @property
+    def chats(self) -> Chats:
+        """The laws of people's sessions."""
+        return Chats(turns=LogNormal(self.mean_turns, Chats().turns.sigma))
 
 
 SETTING = Setting()
@@ -115,25 +115,10 @@ class Point:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Means in seconds, that of latency over answers' tokens."""
-
-    latency_s: float
-    ttft_s: float
-
-
 def engine_of(arm: Arm, setting: Setting = SETTING) -> Engine:
     """Return the bounds of the arm's engine."""
     num_blocks = pool_blocks(setting.cost) * (ROOM if arm.has_room else 1)
-    return Engine(
-        num_blocks,
-        BLOCK_TOKENS,
-        VLLM.max_running,
-        VLLM.step_tokens or 0,
-        max_tokens=Chats().max_tokens,
-        has_prefix_cache=arm.has_cache,
-    )
+    return Engine(num_blocks, max_tokens=Chats().max_tokens, has_prefix_cache=arm.has_cache)
 
 
 def talk(point: Point) -> EmulatedNode:
@@ -141,7 +126,8 @@ def talk(point: Point) -> EmulatedNode:
     arm, setting, clock = ARMS[point.arm], point.setting, Clock()
     tiers = setting.tiers if arm.has_tiers else None
     node = EmulatedNode(clock, setting.cost, engine_of(arm, setting), "fcfs", tiers=tiers)
-    users = Users(clock, node, setting.habits(arm), point.num_users, point.seed)
+    missing = setting.missing if arm.has_advisories else 1.0
+    users = Users(clock, node, setting.chats, point.num_users, point.seed, missing, setting.lead_share)
     node.on_end = users.ended
     try:
         users.start()
@@ -151,13 +137,13 @@ def talk(point: Point) -> EmulatedNode:
     return node
 
 
-def serve(point: Point) -> Outcome:
-    """Play one point. Requests count that end after the warm-up."""
+def serve(point: Point) -> dict[str, float]:
+    """Play one point; return means, that of latency over answers' tokens. Requests count that end after the warm-up."""
     jobs = [job for job in talk(point).ended if job.ended_s >= WARM_UP_S]
-    return Outcome(
-        statistics.fmean(job.e2e_s / job.arrival.num_answer_tokens for job in jobs),
-        statistics.fmean(job.ttft_s for job in jobs),
-    )
+    return {
+        "latency_s": statistics.fmean(job.e2e_s / job.arrival.num_answer_tokens for job in jobs),
+        "ttft_s": statistics.fmean(job.ttft_s for job in jobs),
+    }
 
 
 def users_part(bench: Bench) -> None:

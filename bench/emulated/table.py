@@ -17,7 +17,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,7 @@ FORMS = {
     "ms": "{:.4g} ms",
     "number": "{:.3g}",
 }
-Measure = str | Callable[[Any], float]
-"""A number of an outcome: the name of its field, or a function."""
+
 Place = tuple[str, ...]
 """Keys that lead to a value of the JSON."""
 _interval = cache(interval)
@@ -95,9 +93,9 @@ class Figure:
         }
 
 
-def median(values: Iterable[float], digits: int = 4) -> float:
+def median(values: Iterable[float]) -> float:
     """Return the rounded median, as the JSON has it."""
-    return round(statistics.median(values), digits)
+    return round(statistics.median(values), 4)
 
 
 def crossing(loads: Sequence[float], seconds: Sequence[float], limit_s: float) -> float | None:
@@ -113,41 +111,22 @@ def crossing(loads: Sequence[float], seconds: Sequence[float], limit_s: float) -
     return None
 
 
-class Workers:
-    """Processes that play points, one for each job; a `with` statement ends them."""
-
-    def __init__(self, num: int) -> None:
-        self._executor = ProcessPoolExecutor(num) if num > 1 else None
-
-    def map(self, function: Callable[..., Any], *columns: Iterable[Any]) -> list[Any]:
-        """Return the function's results in the order of the arguments."""
-        if self._executor is None:
-            return [function(*row) for row in zip(*columns, strict=True)]
-        return list(self._executor.map(function, *columns))
-
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._executor is not None:
-            self._executor.shutdown()
-
-
 @dataclass(slots=True)
 class Bench:
     """The plays of one table, each of which is made once, and their findings.
 
     Attributes:
-        serve: plays one point and returns its outcome.
+        serve: plays one point and returns its outcome, whose numbers `values` and what is made of them take by their names.
+        map: as the built-in one, perhaps by several processes.
         size: how large each play is: seconds of traffic or requests, as the table has it.
         files: the user's data.
         found: the JSON so far.
     """
 
     serve: Callable[[Any], Any]
-    workers: Workers
     seeds: tuple[int, ...]
     size: float = 0.0
+    map: Callable[..., Iterable[Any]] = map
     is_quick: bool = False
     files: tuple[Path, ...] = ()
     outcomes: dict[Any, Any] = field(default_factory=dict)
@@ -158,24 +137,23 @@ class Bench:
         """Play these points with every seed, unless they have been played. Long plays first leave no core idle at the end."""
         wanted = dict.fromkeys(replace(point, seed=seed) for point in points for seed in self.seeds)
         new = [point for point in wanted if point not in self.outcomes]
-        self.outcomes.update(zip(new, self.workers.map(self.serve, new), strict=True))
+        self.outcomes.update(zip(new, self.map(self.serve, new), strict=True))
 
     def of(self, point: Any) -> list[Any]:
         """Return a point's outcomes, one for each seed."""
         self.play([point])
         return [self.outcomes[replace(point, seed=seed)] for seed in self.seeds]
 
-    def values(self, point: Any, measure: Measure) -> list[float]:
+    def values(self, point: Any, measure: str) -> list[Any]:
         """Return one number of a point's outcomes, one for each seed."""
-        of = attrgetter(measure) if isinstance(measure, str) else measure
-        return [of(outcome) for outcome in self.of(point)]
+        return [outcome[measure] for outcome in self.of(point)]
 
-    def ratios(self, ours: Any, theirs: Any, measure: Measure) -> tuple[float, ...]:
+    def ratios(self, ours: Any, theirs: Any, measure: str) -> tuple[float, ...]:
         """Return a number of one point over that of another one, seed by seed."""
         pairs = zip(self.values(ours, measure), self.values(theirs, measure), strict=True)
         return tuple(own / other for own, other in pairs)
 
-    def changes(self, ours: Any, theirs: Any, measure: Measure) -> tuple[float, ...]:
+    def changes(self, ours: Any, theirs: Any, measure: str) -> tuple[float, ...]:
         """Return the change of a number of one point against another one's, seed by seed: -0.3 is 30% less."""
         return tuple(ratio - 1 for ratio in self.ratios(ours, theirs, measure))
 
@@ -250,9 +228,13 @@ class Table:
         """Play the parts that are asked for and print the table."""
         num_seeds = args.seeds or (min(self.quick_seeds, self.seeds) if args.quick else self.seeds)
         seeds = tuple(range(args.seed, args.seed + num_seeds))
-        with Workers(args.jobs) as workers:
-            bench = Bench(self.serve, workers, seeds, self.sizes[args.quick], args.quick, tuple(args.files))
-            self.report(bench, args.part or (self.quick_parts if args.quick else ()) or tuple(self.parts))
+        bench = Bench(self.serve, seeds, self.sizes[args.quick], map, args.quick, tuple(args.files))
+        parts = args.part or (self.quick_parts if args.quick else ()) or tuple(self.parts)
+        if args.jobs <= 1:
+            self.report(bench, parts)
+            return
+        with ProcessPoolExecutor(args.jobs) as processes:
+            self.report(replace(bench, map=processes.map), parts)
 
     def report(self, bench: Bench, names: Sequence[str]) -> None:
         """Print each part as it is done to stderr, then all of them, figures that fall short first, and the JSON as the last line."""

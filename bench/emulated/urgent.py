@@ -41,15 +41,6 @@ class Point:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Results of one run: P99s of urgent and other requests, and the mean latency of the others."""
-
-    urgent_tpot_s: float
-    others_ttft_s: float
-    others_e2e_s: float
-
-
 def play(point: Point) -> Played:
     """Play one point."""
     chance = random.Random(f"urgent {point.seed}")
@@ -69,16 +60,17 @@ def play(point: Point) -> Played:
     )
 
 
-def serve(point: Point) -> Outcome:
-    """Play one point and return the compared figures."""
+def serve(point: Point) -> dict[str, float]:
+    """Play one point; return P99s of urgent and other requests, and the mean latency of the others."""
     jobs = play(point).jobs[NUM_WARM:]
     urgent = [job for job in jobs if is_urgent(job.arrival.priority)]
     others = [job for job in jobs if not is_urgent(job.arrival.priority)]
-    return Outcome(
-        quantile([job.tpot_s for job in urgent if job.arrival.num_answer_tokens > 1], 0.99),
-        quantile([job.ttft_s for job in others], 0.99),
-        statistics.fmean(job.e2e_s for job in others),
-    )
+    tpots_s = [job.tpot_s for job in urgent if job.arrival.num_answer_tokens > 1]
+    return {
+        "urgent_tpot_s": quantile(tpots_s, 0.99),
+        "others_ttft_s": quantile([job.ttft_s for job in others], 0.99),
+        "others_e2e_s": statistics.fmean(job.e2e_s for job in others),
+    }
 
 
 def pausing_part(bench: Bench) -> None:

@@ -27,7 +27,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -35,11 +34,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from bench.fuzz.raw import cases, play
 from bench.live.shared.report import ROOT, Progress, options
-from bench.live.shared.serving import demo_server
+from bench.live.shared.serving import demo_server, samples
 
 KEY = "ov-key-of-the-fuzzed-server-only"
 # Small, so that an answer without max_tokens ends soon; the longest body is what the raw cases need.
@@ -105,19 +102,8 @@ def started() -> Iterator[Target]:
 
 def counted(target: Target) -> Counter[tuple[str, int]]:
     """Requests by route and status, as the server has counted them."""
-    request = urllib.request.Request(
-        f"{target.url}/metrics", headers={"Authorization": f"Bearer {target.key}"}
-    )
-    with urllib.request.urlopen(request, timeout=LONGEST_CALL_S) as response:
-        families = text_string_to_metric_families(response.read().decode())
-        samples = [sample for family in families for sample in family.samples]
-    return Counter(
-        {
-            (sample.labels["route"], int(sample.labels["status"])): int(sample.value)
-            for sample in samples
-            if sample.name == "overture_http_requests_total"
-        }
-    )
+    found = samples(target.url, "overture_http_requests_total", target.key)
+    return Counter({(each.labels["route"], int(each.labels["status"])): int(each.value) for each in found})
 
 
 # -- the work --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ packages on the first run (requirements/autobahn.txt) and started as a process o
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -27,6 +26,7 @@ import uvloop
 from aiohttp import WSMsgType, web
 from prometheus_client import CollectorRegistry
 
+from bench.live.shared.report import options
 from gateway.access.auth import KeyRing
 from gateway.doors.chat.socket import CLOSE_TIMEOUT_S, HARD_FRAME_BYTES
 from gateway.doors.chat.websocket import StrictWebSocket
@@ -178,20 +178,17 @@ OUTCOMES = "ok", "non_strict", "informational", "refused_by_limits", "failed"
 
 def main() -> int:
     """Run the suite from the command line; return the exit status."""
-    parser = argparse.ArgumentParser(
-        description="Run the Autobahn suite's fuzzing client against our websocket."
-    )
+    parser = options(__doc__, quick="the cases that take seconds")
     parser.add_argument("--cases", default="*", help="cases, such as 1.*,7.1.* (default: all)")
-    parser.add_argument("--quick", action="store_true", help="the cases that take seconds")
     parser.add_argument("--python", help="a Python 2.7 (default: python2.7, or pyenv's)")
     parser.add_argument("--report", type=Path, help="folder to keep the suite's own report in")
-    options = parser.parse_args()
-    cases = QUICK if options.quick else tuple(options.cases.split(","))
+    args = parser.parse_args()
+    cases = QUICK if args.quick else tuple(args.cases.split(","))
     with tempfile.TemporaryDirectory() as folder:
-        report = options.report or Path(folder)
+        report = args.report or Path(folder)
         report.mkdir(parents=True, exist_ok=True)
         try:
-            python = find_python(options.python)
+            python = find_python(args.python)
             if not is_installed():
                 print("installing the Autobahn suite", flush=True)
             install(python)

@@ -91,8 +91,7 @@ async def measure_streams(server: Server, repeats: int) -> dict[str, Any]:
 
     async def gateway_rate() -> float:
         """Return the tokens per second through the gateway's sockets."""
-        arguments = ("--streams", NUM_STREAMS, "--tokens", NUM_TOKENS, "--round", next(rounds))
-        result = await load("stream", server.port, *arguments)
+        result = await load("stream", server.port, NUM_STREAMS, NUM_TOKENS, next(rounds))
         return result["num_tokens"] / result["elapsed_s"]
 
     async def bare_rate() -> float:
@@ -137,11 +136,11 @@ def render(driver: VllmDriver, round_number: int) -> list[list[int]]:
 async def measure_idle_sockets(server: Server) -> dict[str, Any]:
     """Resident memory that NUM_SOCKETS silent chat sockets add to this process, per socket."""
     process = psutil.Process()
-    await load("idle", server.port, "--sockets", 50)  # stdin is closed: opens, closes, and warms the path up
+    await load("idle", server.port, 50)  # stdin is closed: opens, closes, and warms the path up
     gc.collect()
     before = process.memory_info().rss
     holder = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", LOAD, "idle", str(server.port), "--sockets", str(NUM_SOCKETS)),
+        *(sys.executable, "-m", LOAD, "idle", str(server.port), str(NUM_SOCKETS)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )

@@ -19,7 +19,8 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ FAMILIES = {
 }
 QUICK = ("llama",)
 KILLED = "a rank that is killed"
+UNSEEN = {"rank_killed_recovered": False, "lost_turns": -1, "orphans": -1}
+"""What is told of that play where it has failed."""
 BLOCK_TOKENS = 32
 RECOVERY_S, ORPHANS_S = 180.0, 20.0
 AIMS = {
@@ -56,62 +59,61 @@ AIMS = {
 }
 
 
-class Killed:
-    """The play in which a rank is killed, and what came of it."""
+async def killed_play(scratch: Path, note: Note) -> dict[str, Any]:
+    """Kill a rank while it answers in a conversation, ask again, kill one while nothing runs, and stop the server. Returns what came of it."""
+    family = BY_NAME["llama"]
+    judge = Judge(KILLED, Oracle(folder_of(family)), {}, note)
+    async with serving(
+        folder_of(family), scratch / "data", TWO_RANKS, kv_token_bytes=family.kv_token_bytes
+    ) as server:
+        family_of = psutil.Process(server.pid).children(recursive=True)
+        judge.check("before", await server.complete(prompt_of(1)), may_reuse=False)
+        messages = plays.turn("Begin. " * 60)
+        first = await server.chat(messages, session="kept")
+        judge.check("a first turn", first)
+        before = await _stored(server, "kept")
+        messages = plays.gone_on(messages, first)
+        is_told = await _kill_while_it_answers(server, messages)
+        started_s = time.monotonic()
+        again = await _until_answered(server, messages)
+        recovery_s = round(time.monotonic() - started_s, 1)
+        judge.check("the next turn, afterwards", again, must_reuse=True)
+        judge.check("from host memory, afterwards", await server.complete(prompt_of(1)), must_reuse=True)
+        await _kill_while_nothing_runs(server)
+        judge.check("after a second one", await server.complete(prompt_of(1)), must_reuse=True)
+        kept = await _stored(server, "kept")
+        family_of += psutil.Process(server.pid).children(recursive=True)
+    _, alive = await asyncio.to_thread(psutil.wait_procs, family_of, ORPHANS_S)
+    return {
+        "recovery_s": recovery_s,
+        "lost_turns": len([each for each in before if each not in kept]),
+        "rank_killed_recovered": is_told and again.num_cached > 0,
+        "orphans": len(alive),
+    }
 
-    def __init__(self) -> None:
-        self.figures: dict[str, Any] = {"rank_killed_recovered": False, "lost_turns": -1, "orphans": -1}
 
-    async def play(self, scratch: Path, note: Note) -> None:
-        """Kill a rank while it answers in a conversation, ask again, stop the server, and count."""
-        family = BY_NAME["llama"]
-        judge = Judge(KILLED, Oracle(folder_of(family)), {}, note)
-        async with serving(
-            folder_of(family), scratch / "data", TWO_RANKS, kv_token_bytes=family.kv_token_bytes
-        ) as server:
-            family_of = psutil.Process(server.pid).children(recursive=True)
-            judge.check("before", await server.complete(prompt_of(1)), may_reuse=False)
-            messages = [{"role": "user", "content": plays.OPENING + "Begin. " * 60}]
-            first = await server.chat(messages, session="kept")
-            judge.check("a first turn", first)
-            before = await _stored(server, "kept")
-            messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "Go on."}]
-            is_told = await self._kill_while_it_answers(server, messages)
-            started_s = time.monotonic()
-            again = await _until_answered(server, messages)
-            self.figures["recovery_s"] = round(time.monotonic() - started_s, 1)
-            judge.check("the next turn, afterwards", again, must_reuse=True)
-            judge.check("from host memory, afterwards", await server.complete(prompt_of(1)), must_reuse=True)
-            await self._kill_while_nothing_runs(server)
-            judge.check("after a second one", await server.complete(prompt_of(1)), must_reuse=True)
-            kept = await _stored(server, "kept")
-            self.figures["lost_turns"] = len([each for each in before if each not in kept])
-            self.figures["rank_killed_recovered"] = is_told and again.num_cached > 0
-            family_of += psutil.Process(server.pid).children(recursive=True)
-        _, alive = await asyncio.to_thread(psutil.wait_procs, family_of, ORPHANS_S)
-        self.figures["orphans"] = len(alive)
+async def _kill_while_it_answers(server: Asker, messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the answer ended with an error that says to ask again."""
+    asked = asyncio.create_task(server.chat(messages, session="kept", max_tokens=300, ignore_eos=True))
+    await asyncio.sleep(0.3)
+    os.kill(_ranks(server)[-1].pid, signal.SIGKILL)
+    try:
+        await asked
+    except Refused as refused:
+        return " 503 " in str(refused) or "again" in str(refused)
+    return False
 
-    async def _kill_while_it_answers(self, server: Asker, messages: Sequence[dict[str, str]]) -> bool:
-        """Return whether the answer ended with an error that says to ask again."""
-        asked = asyncio.create_task(server.chat(messages, session="kept", max_tokens=300, ignore_eos=True))
-        await asyncio.sleep(0.3)
-        os.kill(_ranks(server)[-1].pid, signal.SIGKILL)
-        try:
-            await asked
-        except Refused as refused:
-            return " 503 " in str(refused) or "again" in str(refused)
-        return False
 
-    async def _kill_while_nothing_runs(self, server: Asker) -> None:
-        """Kill a rank, and return once the server has replaced its engine. Raises TimeoutError after RECOVERY_S."""
-        [node] = (await server.call("GET", "/v1/nodes"))["nodes"]
-        os.kill(_ranks(server)[0].pid, signal.SIGKILL)
-        async with asyncio.timeout(RECOVERY_S):
-            while True:
-                [now] = (await server.call("GET", "/v1/nodes"))["nodes"]
-                if now["num_rebuilds"] > node["num_rebuilds"] and now["state"] == "ready":
-                    return
-                await asyncio.sleep(0.2)
+async def _kill_while_nothing_runs(server: Asker) -> None:
+    """Kill a rank, and return once the server has replaced its engine. Raises TimeoutError after RECOVERY_S."""
+    [node] = (await server.call("GET", "/v1/nodes"))["nodes"]
+    os.kill(_ranks(server)[0].pid, signal.SIGKILL)
+    async with asyncio.timeout(RECOVERY_S):
+        while True:
+            [now] = (await server.call("GET", "/v1/nodes"))["nodes"]
+            if now["num_rebuilds"] > node["num_rebuilds"] and now["state"] == "ready":
+                return
+            await asyncio.sleep(0.2)
 
 
 def _ranks(server: Asker) -> list[psutil.Process]:
@@ -122,7 +124,7 @@ def _ranks(server: Asker) -> list[psutil.Process]:
     return [child for title, child in sorted(ranks.items()) if "Worker_TP" in title]
 
 
-async def _until_answered(server: Asker, messages: Sequence[dict[str, str]]) -> Any:
+async def _until_answered(server: Asker, messages: Sequence[Mapping[str, Any]]) -> Any:
     """Ask until the server has replaced its engine. Raises TimeoutError after RECOVERY_S."""
     async with asyncio.timeout(RECOVERY_S):
         while True:
@@ -154,9 +156,12 @@ def main() -> None:
     args = parser.parse_args()
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # before transformers is imported
     names = [args.only] if args.only else QUICK if args.quick else tuple(FAMILIES)
-    killed = Killed()
-    chosen: dict[str, Any] = {f"family {name}": _of_family(name, has_peer=not args.quick) for name in names}
-    chosen[KILLED] = killed.play
+    chosen: dict[str, Any] = {}
+    for name in names:
+        flags = [TWO_RANKS, *FAMILIES.get(name, ())]
+        played = partial(plays.family_play, BY_NAME[name], has_peer=not args.quick, flags=flags)
+        chosen[f"family {name}"] = played
+    chosen[KILLED] = killed_play
     import torch
 
     torch.set_num_threads(1)
@@ -171,18 +176,10 @@ def main() -> None:
         "failed_plays": len(chosen) - len(ended),
         "host_tokens": _share(cases, "from host memory"),
         "disk_tokens": _share(cases, "from disk after a restart"),
-        **killed.figures,
+        **UNSEEN,
+        **ended.get(KILLED, {}),
     }
     report("Two ranks", figures(found, AIMS), found)
-
-
-def _of_family(name: str, *, has_peer: bool) -> Any:
-    async def play(scratch: Path, note: Note) -> Any:
-        """Play a family's cases on two ranks."""
-        flags = [TWO_RANKS, *FAMILIES.get(name, ())]
-        return await plays.family_play(BY_NAME[name], scratch, note, has_peer=has_peer, flags=flags)
-
-    return play
 
 
 if __name__ == "__main__":

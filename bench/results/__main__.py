@@ -57,18 +57,13 @@ def write(root: Path = ROOT, folder: Path = FOLDER) -> None:
         path.write_text(text)
 
 
-def stale(root: Path = ROOT, folder: Path = FOLDER) -> list[str]:
-    """Return the files that `write` would change."""
-    files = made(root, folder).items()
-    return [
-        str(path.relative_to(root)) for path, text in files if not path.exists() or path.read_text() != text
-    ]
-
-
 def check(root: Path = ROOT, folder: Path = FOLDER) -> None:
     """Raise RunError if a file is not what `write` would make."""
-    if files := stale(root, folder):
-        raise RunError(f"stale: {', '.join(files)}; run `python -m bench.results write`")
+    files = made(root, folder).items()
+    stale = [path for path, text in files if not path.exists() or path.read_text() != text]
+    if stale:
+        names = ", ".join(str(path.relative_to(root)) for path in stale)
+        raise RunError(f"stale: {names}; run `python -m bench.results write`")
 
 
 def command_of(name: str) -> list[str]:

@@ -7,12 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-LOWER, HIGHER = "lower", "higher"
-CHANGE, RATIO, SHARE, MS, S, BYTES = "change", "ratio", "share", "ms", "s", "bytes"
-COUNT, YES = "count", "yes"
-"""Units: a signed fraction of the baseline, shown in %; times the baseline; a part of 1, shown in %; milliseconds; seconds; bytes; a count;
-yes or no."""
-BETTER = dict.fromkeys((CHANGE, MS, S, BYTES, COUNT), LOWER) | dict.fromkeys((RATIO, SHARE, YES), HIGHER)
+BETTER = dict.fromkeys(("change", "ms", "s", "bytes", "count"), "lower") | dict.fromkeys(
+    ("ratio", "share", "yes"), "higher"
+)
 """Which direction is better for most claims of a unit."""
 
 
@@ -49,19 +46,13 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The aim; where none is named, the paper's figure, of a range the end that is easier to reach."""
         if self.aim is not None or self.paper is None:
             return self.aim
-        return max(self.paper_ends) if self.better == LOWER else min(self.paper_ends)
+        return max(self.paper_ends) if self.better == "lower" else min(self.paper_ends)
 
 
 _TABLE = tomllib.loads((Path(__file__).parent / "claims.toml").read_text())
 
-SYMPHONY, CARASERVE, CHAMELEON, ADAPTIVELLM, OVERTURE = GROUPS = (
-    "SYMPHONY",
-    "CaraServe",
-    "Chameleon",
-    "AdaptiveLLM",
-    "Overture",
-)
 PAPERS: dict[str, str] = _TABLE["papers"]
+GROUPS = (*PAPERS, "Overture")
 MECHANISMS: dict[str, str] = _TABLE["mechanisms"]
 WITHOUT_NUMBER: dict[str, str] = _TABLE["without_number"]
 """Mechanisms of which no number is claimed, with the file that says that they work, or why they are not built."""

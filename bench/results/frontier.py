@@ -15,8 +15,8 @@ from bench.results.runs import Run
 TITLE = "Orders of starting in virtual time: TTFT against vLLM's own queue"
 PANELS = (("without adapters", False, 0.07), ("50 adapters on 16 slots", True, 0.57))
 
-# Marks whose P50 differs by less than this share of vLLM's are one to the eye. Chosen.
-ALIKE = 0.01
+LOOKS = {"bounded": (BLUE, "o"), "mlq": (ORANGE, "D")}
+"""The colour and the mark of each order."""
 
 
 def frontier(run: Run | None) -> str:
@@ -43,23 +43,17 @@ def _drawn(run: Run | None) -> str:
 
 def panel(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     """Draw the marks of one panel, vLLM's own queue at the origin."""
-    orders = [name for name in rows[0] if name == "mlq" or name.startswith("bounded")]
-    points = {order: _point([row[order] for row in rows]) for order in orders}
-    shares = [points[order] for order in orders if order != "mlq"]
-    axes.plot([0, *(p50 for p50, *_ in shares)], [0, *(p99 for _, p99, _ in shares)], color=BLUE, linewidth=1)
+    points = {order: _point([row[order] for row in rows]) for order in LOOKS}
+    p50, p99, _ = points["bounded"]
+    axes.plot([0, p50], [0, p99], color=BLUE, linewidth=1)
     axes.plot(0, 0, "s", color=INK, markersize=6)
     axes.annotate("vLLM", (0, 0), (6, -12), textcoords="offset points")
     for order, (p50, p99, worst) in points.items():
-        color, mark = (ORANGE, "D") if order == "mlq" else (BLUE, "o")
+        color, mark = LOOKS[order]
         axes.plot([p50, p50], [p99, worst], color=color, linewidth=1)
         axes.plot(p50, p99, mark, color=color, markersize=6)
     for order, (p50, _, worst) in points.items():
-        # Orders with equal marks share one name.
-        alike = [name for name, (other, *_) in points.items() if abs(other - p50) < ALIKE]
-        if order == alike[0]:
-            axes.annotate(
-                ", ".join(alike), (p50, worst), (0, 5), textcoords="offset points", ha="center", fontsize=8
-            )
+        axes.annotate(order, (p50, worst), (0, 5), textcoords="offset points", ha="center", fontsize=8)
     for line in (axes.axhline, axes.axvline):
         line(0, color=AXIS, linewidth=0.8, zorder=0)
     axes.set_xlabel("P50 TTFT, change")

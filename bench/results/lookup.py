@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.results.claims import BYTES, CHANGE, COUNT, LOWER, MS, RATIO, SHARE, YES, Claim, S
+from bench.results.claims import Claim
 from bench.results.runs import Run
 
 FORMS = {
-    CHANGE: (100, "{:+.3g}%"),
-    RATIO: (1, "{:.3g}×"),
-    SHARE: (100, "{:.3g}%"),
-    MS: (1, "{:.3g} ms"),
-    S: (1, "{:.3g} s"),
-    BYTES: (1, "{:,.0f} bytes"),
-    COUNT: (1, "{:,.0f}"),
+    "change": (100, "{:+.3g}%"),
+    "ratio": (1, "{:.3g}×"),
+    "share": (100, "{:.3g}%"),
+    "ms": (1, "{:.3g} ms"),
+    "s": (1, "{:.3g} s"),
+    "bytes": (1, "{:,.0f} bytes"),
+    "count": (1, "{:,.0f}"),
 }
 
 
@@ -50,7 +50,7 @@ class Row:
         """Return whether a figure is on the wrong side of the aim, its whole interval included."""
         if found is None or self.aim is None or found.spans(self.aim):
             return False
-        return found.value > self.aim if self.claim.better == LOWER else found.value < self.aim
+        return found.value > self.aim if self.claim.better == "lower" else found.value < self.aim
 
     @property
     def falls_short(self) -> bool:
@@ -126,7 +126,7 @@ def _spread(result: Mapping[str, Any], value: float, papers: Sequence[float]) ->
 
 def shown(value: float, unit: str) -> str:
     """Return a number with its unit."""
-    if unit == YES:
+    if unit == "yes":
         return "yes" if value else "no"
     factor, form = FORMS[unit]
     return form.format(factor * value).replace("-", "−")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from bench.results import limits
-from bench.results.claims import CLAIMS, GROUPS, LOWER, MECHANISMS, PAPERS, WITHOUT_NUMBER, YES, Claim
+from bench.results.claims import CLAIMS, GROUPS, MECHANISMS, PAPERS, WITHOUT_NUMBER, Claim
 from bench.results.lookup import Found, Row, rows_of, shown
 from bench.results.runs import Run
 
@@ -101,9 +101,9 @@ def _cell(row: Row, place: str, found: Found | None) -> str:
 def _aim(row: Row) -> str:
     if row.aim is None:
         return NOT_MEASURED if row.claim.goal else "–"
-    if row.claim.unit == YES:
-        return shown(row.aim, YES)
-    return f"{'≤' if row.claim.better == LOWER else '≥'} {shown(row.aim, row.claim.unit)}"
+    if row.claim.unit == "yes":
+        return shown(row.aim, "yes")
+    return f"{'≤' if row.claim.better == 'lower' else '≥'} {shown(row.aim, row.claim.unit)}"
 
 
 def _lines(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -18,25 +18,15 @@ from matplotlib.figure import Figure as Drawing
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import blended_transform_factory
 
-from bench.results.claims import (
-    ADAPTIVELLM,
-    CARASERVE,
-    CHAMELEON,
-    CHANGE,
-    CLAIMS,
-    RATIO,
-    SHARE,
-    SYMPHONY,
-    Claim,
-)
+from bench.results.claims import CLAIMS, PAPERS, Claim
 from bench.results.lookup import Found, Row, rows_of, shown
 from bench.results.page import NOT_MEASURED
 from bench.results.runs import Run
 
 AXES = {
-    CHANGE: "change against the baseline, %",
-    RATIO: "times the baseline",
-    SHARE: "share, %",
+    "change": "change against the baseline, %",
+    "ratio": "times the baseline",
+    "share": "share, %",
 }
 
 INK, MUTED, AXIS, GRID, GROUND = "#1f2328", "#59636e", "#818b98", "#d1d9e0", "#ffffff"
@@ -76,13 +66,13 @@ STYLE = {
 WIDTH_IN = 9.6
 
 
-def plots(runs: Mapping[str, Run], claims: Sequence[Claim] = CLAIMS) -> dict[str, str]:
+def plots(runs: Mapping[str, Run]) -> dict[str, str]:
     """Return each file's name and text."""
-    rows = [row for row in rows_of(claims, runs) if row.claim.paper is not None]
+    rows = [row for row in rows_of(CLAIMS, runs) if row.claim.paper is not None]
     with matplotlib.rc_context(STYLE):
         found = {
             f"{group.lower()}.svg": compared(group, [row for row in rows if row.claim.group == group])
-            for group in (SYMPHONY, CARASERVE, CHAMELEON, ADAPTIVELLM)
+            for group in PAPERS
         }
         return found | {"chameleon-ttft.svg": ttft_over_load(runs.get("emulated-chameleon"))}
 
@@ -157,10 +147,10 @@ def _in_words(rows: Sequence[Row]) -> str:
 
 def _panel(axes: Axes, unit: str, rows: Sequence[Row]) -> None:
     values = _values(rows)
-    is_log = unit == RATIO and min(values) > 0 and max(values) > LOG_FROM * min(values)
+    is_log = unit == "ratio" and min(values) > 0 and max(values) > LOG_FROM * min(values)
     if is_log:
         axes.set_xscale("log")
-    same = {CHANGE: 0.0, RATIO: 1.0, SHARE: 1.0 if max(values) > 0.5 else 0.0}[unit]
+    same = {"change": 0.0, "ratio": 1.0, "share": 1.0 if max(values) > 0.5 else 0.0}[unit]
     axes.axvline(same, color=AXIS, linewidth=1)
     for number, row in enumerate(rows):
         _row(axes, row, number)
@@ -224,7 +214,7 @@ def _is_other(row: Row) -> bool:
 
 
 def _tick(value: float, unit: str) -> str:
-    text = f"{value:g}×" if unit == RATIO else f"{100 * value:g}%"
+    text = f"{value:g}×" if unit == "ratio" else f"{100 * value:g}%"
     return text.replace("-", "−")
 
 

@@ -19,6 +19,7 @@ from engine_bridge.core.adapters.adapter_moves import DropCopy, Fill, LoadToHost
 from engine_bridge.core.adapters.adapter_worth import Worth
 from engine_bridge.core.adapters.residency import AdapterPlaces, Rules
 from engine_bridge.core.adapters.staging import NoPrefetch
+from engine_bridge.driver.adapters.device_copies import DeviceCopies
 from engine_bridge.driver.adapters.lent_blocks import BlockLoan, LentBlocks
 from engine_bridge.policy.adapters.adapter_cache import PrefixFacts
 
@@ -62,7 +63,6 @@ class EmulatedAdapters:
         on_moved: Callable[[], None],
     ) -> None:
         self.link = link
-        self.copies: CopiedAdapters | None = None
         self._filled_bytes = 0
         # Room for twice as many adapters as there are, so that all are in host memory before the first request.
         rules = Rules(
@@ -77,29 +77,24 @@ class EmulatedAdapters:
         self._clock, self._gpu, self._num_bytes = clock, gpu, num_bytes
         self._keeps, self._loads_are_free = memory.policy is not None, memory.loads_are_free
         self._running, self._on_moved = running, on_moved
+        self.blocks: CopiedAdapters | None = None
+        """Where adapters lie that have left their slots; None where KV blocks are lent to none."""
+        self._copies = self._copies_with(lambda num_blocks: PrefixFacts(0, 0.0, 0.0))
         for adapter_id, size in enumerate(num_bytes, 1):
             self.core.add(adapter_id, size, room=1, is_pinned=True, now=clock.now)
         while self.core.has_work(clock.now):
             self.advance(is_busy=False)
 
-    def use_blocks(
-        self, pool: Any, block_bytes: int, prefix_facts: Callable[[int], PrefixFacts]
-    ) -> CopiedAdapters:
+    def _copies_with(self, prefix_facts: Callable[[int], PrefixFacts]) -> DeviceCopies:
+        device: Any = None  # only the bytes of weights lie on one
+        return DeviceCopies(self.core, device, prefix_facts, lambda: self._clock.now)
+
+    def use_blocks(self, pool: Any, block_bytes: int, prefix_facts: Callable[[int], PrefixFacts]) -> None:
         """Keep adapters that leave their slots in free KV blocks from now on."""
-        copies, clock = self.core.copies, self._clock
-        self.copies = CopiedAdapters(
-            pool,
-            block_bytes,
-            on_lost=copies.lost,
-            may_displace=lambda adapter_id, num: copies.may_displace(
-                adapter_id, prefix_facts(num), clock.now
-            ),
-            less_valuable_than_blocks=lambda num: copies.take_less_valuable_than_blocks(
-                prefix_facts(num), clock.now
-            ),
-            first_to_go=lambda: copies.take_first_to_go(clock.now),
-        )
-        return self.copies
+        copies = self._copies = self._copies_with(prefix_facts)
+        judges = (copies.lost, copies.may_displace, copies.less_valuable_than_blocks, copies.first_to_go)
+        self.blocks = CopiedAdapters(pool, block_bytes, *judges)
+        copies.blocks = self.blocks  # type: ignore[assignment]  # takes sizes in place of weights
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -108,19 +103,15 @@ class EmulatedAdapters:
         version = self.core.table[adapter_id]
         place = "cached" if version.slot is None and version.copy == "whole" else version.place
         self.core.requested(request_id, adapter_id, self._clock.now)
-        self._touch(adapter_id)
+        self._copies.touch(adapter_id)
         return place
 
     def released(self, request_id: str, adapter_id: int) -> None:
         """Note that a request has ended."""
         self._do(self.core.released(request_id, adapter_id, self._clock.now))
-        self._touch(adapter_id)
+        self._copies.touch(adapter_id)
         if not self._keeps and not self.core.table[adapter_id].requests:
             self._do(self.core.put_back(adapter_id, keeps_host=True))
-
-    def _touch(self, adapter_id: int) -> None:
-        if self.copies is not None and self.copies.holds(adapter_id):
-            self.copies.used(adapter_id)
 
     # -- as the scheduler asks -----------------------------------------------------------------------------------------
 
@@ -155,7 +146,7 @@ class EmulatedAdapters:
     @property
     def is_writing(self) -> bool:
         """Whether an adapter is being copied into KV blocks."""
-        return self.copies is not None and self.copies.is_writing()
+        return self._copies.blocks.is_writing()
 
     def enter(self, adapter_ids: Collection[int]) -> None:
         """Begin a step with these adapters; it runs once it `may_run`."""
@@ -175,8 +166,8 @@ class EmulatedAdapters:
     def counts(self) -> dict[str, int]:
         """Return counts since the start: `link_bytes` from host memory to the device, `most_copied_blocks` that copies lay in at once."""
         own = {"link_bytes": self._filled_bytes + self.core.counts["cache_bytes"]}
-        if self.copies is not None:
-            own["most_copied_blocks"] = self.copies.most_blocks
+        if self.blocks is not None:
+            own["most_copied_blocks"] = self.blocks.most_blocks
         return dict(self.core.counts) | own
 
     # -- moves ---------------------------------------------------------------------------------------------------------
@@ -190,8 +181,8 @@ class EmulatedAdapters:
                 self._fill(move)
             elif isinstance(move, WriteCopy):
                 self._write_copy(move)
-            elif isinstance(move, DropCopy) and self.copies is not None:
-                self.copies.drop(move.adapter_id)
+            elif isinstance(move, DropCopy):
+                self._copies.drop(move.adapter_id)
 
     def _fill(self, fill: Fill) -> None:
         size = self._num_bytes[fill.adapter_id - 1]
@@ -209,31 +200,27 @@ class EmulatedAdapters:
             self._filled_bytes += size
             self.link.transfer(size, filled)
             return
-        self._touch(fill.adapter_id)
+        self._copies.touch(fill.adapter_id)
         # Within the device each byte is read and written.
         self._clock.at(self._clock.now + 2 * size / self._gpu.achieved_bytes_per_s, filled)
 
     def _write_copy(self, move: WriteCopy) -> None:
         """Copy an adapter into free memory, else in the place of copies with less worth, as `Residency` does."""
-        if self.copies is None:
-            return
         adapter_id = move.adapter_id
-        size = self._num_bytes[adapter_id - 1]
-        if not self.copies.put(adapter_id, size):
+        size: Any = self._num_bytes[adapter_id - 1]
+        if not self._copies.begin(adapter_id, size, is_ahead=move.is_ahead):
             drops = [] if move.is_ahead else self.core.copies.room_for(adapter_id, self._clock.now)
             self._do(drops)
-            if not drops or not self.copies.put(adapter_id, size):
+            if not drops or not self._copies.begin(adapter_id, size, is_ahead=False):
                 return
-        self.core.copies.begun(adapter_id, move.is_ahead)
-        if self.copies.holds(adapter_id):  # it lay there all the time
+        if self._copies.blocks.holds(adapter_id):  # it lay there all the time
             self.core.copies.done(adapter_id)
 
     def _write(self, slice_s: float) -> float:
-        assert self.copies is not None
         writing = [version.id for version in self.core.table if version.copy == "writing"]
-        num_bytes = self.copies.write(int(slice_s * self.link.bytes_per_s))
+        num_bytes = self._copies.blocks.write(int(slice_s * self.link.bytes_per_s))
         for adapter_id in writing:
-            if self.copies.holds(adapter_id):
+            if self._copies.blocks.holds(adapter_id):
                 self.core.copies.done(adapter_id)
         self.core.counts["cache_bytes"] += num_bytes
         return num_bytes / self.link.bytes_per_s
@@ -261,8 +248,8 @@ class CopiedAdapters(LentBlocks[Copy]):
     The emulated counterpart of `engine_bridge.driver.adapters.blocks.AdapterBlocks`. block_bytes: of one KV block, over all layers.
     """
 
-    def __init__(self, pool: Any, block_bytes: int, **judgements: Callable[..., Any]) -> None:
-        super().__init__(pool, **judgements)
+    def __init__(self, pool: Any, block_bytes: int, *judges: Callable[..., Any]) -> None:
+        super().__init__(pool, *judges)
         self.block_bytes = block_bytes
         self.most_blocks = 0
         """That adapters ever lay in at once."""

@@ -27,7 +27,7 @@ from engine_bridge.core.scheduling.pauses import Pauses
 from engine_bridge.core.scheduling.refits import Work
 from engine_bridge.core.scheduling.step_times import StepSeconds, StepTimes
 from engine_bridge.driver.adapters.residency import lora_ids
-from engine_bridge.driver.kv.prefixes import PREFIX_HALF_LIFE_S
+from engine_bridge.driver.kv.prefixes import PREFIX_HALF_LIFE_S, Prefixes
 from engine_bridge.driver.scheduling.pace import Pace
 from engine_bridge.driver.scheduling.scheduling import Scheduling
 from engine_bridge.policy.adapters.adapter_cache import PrefixFacts
@@ -81,10 +81,9 @@ class EmulatedNode:
         tiers: TierSizes | None = None,
         urgent_tpot_s: float = 0.0,
         noise: DeviceNoise | None = None,
-        stopwatch: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.clock, self.cost, self.engine = clock, cost, engine
-        self._urgent_tpot_s, self._stopwatch = urgent_tpot_s, stopwatch
+        self._urgent_tpot_s = urgent_tpot_s
         self.num_steps = 0
         self.scheduler_s = 0.0
         """Wall time in vLLM's `schedule`, `add_request` and `update_from_output`, with all of ours that they call."""
@@ -123,16 +122,17 @@ class EmulatedNode:
 
     def _make_scheduling(self, policy: str | MakePolicy) -> Scheduling:
         engine, scheduler, cost, table = self.engine, self.scheduler, self.cost, self.cost.table
+        pool, layout = scheduler.kv_cache_manager.block_pool, one_group(engine.block_tokens)
         now: Callable[[], float] = lambda: self.clock.now  # noqa: E731
         scheduling = Scheduling(
             POLICIES[policy] if isinstance(policy, str) else policy,
             num_tokens=engine.num_tokens,
             num_blocks=engine.num_tokens // engine.block_tokens,
             num_host_tokens=self.tiers.hollow.num_host_blocks * engine.block_tokens if self.tiers else 0,
-            layout=one_group(engine.block_tokens),
+            layout=layout,
             is_ready=scheduler.is_ready,
-            num_cached_tokens=self._num_cached_tokens,
-            block_pool=scheduler.kv_cache_manager.block_pool,
+            num_cached_tokens=Prefixes(pool, layout, self.tiers).num_cached_tokens,
+            block_pool=pool,
             adapters=self.adapters,  # type: ignore[arg-type]  # asks the same of it as of the driver's own
             # Its table learns; the device's stays as it is.
             pace=Pace(
@@ -147,7 +147,6 @@ class EmulatedNode:
             pauses=Pauses(lambda num, num_tokens: cost.step_s((), num, num_tokens), self._urgent_tpot_s),
             ways=self.tiers.way_counts if self.tiers is not None else None,
             clock=now,
-            stopwatch=self._stopwatch,
             run_fit=self._fits.append,
         )
         scheduler.use(scheduling)
@@ -183,18 +182,6 @@ class EmulatedNode:
             begin, self._held = self._held[1], None
             begin()
         self.wake()
-
-    def _num_cached_tokens(self, request: Any) -> int:
-        """Count tokens as the live engine's driver does (engine_bridge/driver/engine/engine.py)."""
-        pool = self.scheduler.kv_cache_manager.block_pool
-        num = 0
-        for block_hash in request.block_hashes:
-            if pool.get_cached_block(block_hash, [0]) is None:
-                break
-            num += 1
-        if self.tiers is not None:
-            num += self.tiers.num_held(request.block_hashes[num:])
-        return num * self.engine.block_tokens
 
     @property
     def is_serving(self) -> bool:

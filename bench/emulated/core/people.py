@@ -12,13 +12,18 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
+
+from vllm.v1.core.kv_cache_utils import BlockHash
 
 from bench.emulated.core.arrivals import Arrival
 from bench.emulated.core.clock import Clock
 from bench.emulated.core.node import EmulatedNode, Job
 from bench.emulated.core.steps import BLOCK_TOKENS
+from bench.emulated.core.tiers import EmulatedTiers
+from engine_bridge.driver.kv.layer_groups import register
+from engine_bridge.policy.kv.kv_layout import one_group
 from kvtiers.keys import BlockKey
 
 WORDS_PER_TOKEN = 0.75
@@ -101,19 +106,6 @@ class Chats:
         return [(session, rng.randrange(len(session))) for session in met]
 
 
-@dataclass(frozen=True, slots=True)
-class Habits:
-    """How people ask.
-
-    missing: share of turns without an advisory. lead_share: times the leads of advisories, which come later than typing begins if it is below 1.
-    """
-
-    chats: Chats = field(default_factory=Chats)
-    has_advisories: bool = True
-    missing: float = 0.0
-    lead_share: float = 1.0
-
-
 @dataclass(slots=True, eq=False)
 class _User:
     """A person. place: of the next turn in the session; num_tokens: of the session so far."""
@@ -131,12 +123,26 @@ class Users:
     """A fixed number of people at any time; a person whose session is over begins another one.
 
     All that they do follows from the seed, but for the times when answers come.
+
+    Args:
+        missing: share of turns without an advisory.
+        lead_share: times the leads of advisories, which come later than typing begins if it is below 1.
     """
 
-    def __init__(self, clock: Clock, node: EmulatedNode, habits: Habits, num_users: int, seed: int) -> None:
-        self._clock, self._node, self._habits = clock, node, habits
+    def __init__(
+        self,
+        clock: Clock,
+        node: EmulatedNode,
+        chats: Chats,
+        num_users: int,
+        seed: int,
+        missing: float,
+        lead_share: float,
+    ) -> None:
+        self._clock, self._node, self._chats = clock, node, chats
+        self._missing, self._lead_share = missing, lead_share
         self._by_request: dict[str, _User] = {}
-        met = habits.chats.under_way(random.Random(f"users {seed}"), num_users)
+        met = chats.under_way(random.Random(f"users {seed}"), num_users)
         self._users = [
             _User(number, random.Random(f"user {seed} {number}"), session, place, f"{number}.0")
             for number, (session, place) in enumerate(met)
@@ -154,10 +160,9 @@ class Users:
             self._clock.at(user.rng.uniform(0, think_s), lambda now, user=user: self._type(user, now))  # type: ignore[misc]
 
     def _type(self, user: _User, now: float) -> None:
-        habits, lead_s = self._habits, user.session[user.place].lead_s
-        is_missing = user.rng.random() < habits.missing
-        if habits.has_advisories and not is_missing:
-            late_s = lead_s * (1 - habits.lead_share)
+        lead_s = user.session[user.place].lead_s
+        if user.rng.random() >= self._missing:
+            late_s = lead_s * (1 - self._lead_share)
             self._clock.at(now + late_s, lambda now: self._node.advise(user.session_id))
         self._clock.at(now + lead_s, lambda now: self._send(user, now))
 
@@ -182,9 +187,15 @@ class Users:
         if user.place == len(user.session):
             user.num_sessions += 1
             user.session_id = f"{user.number}.{user.num_sessions}"
-            user.session, user.place = self._habits.chats.session(user.rng), 0
+            user.session, user.place = self._chats.session(user.rng), 0
             user.num_tokens = 0
         self._clock.at(self._clock.now + read_s, lambda now: self._type(user, now))
+
+
+def remember(tiers: EmulatedTiers, session_id: str, names: Sequence[BlockHash]) -> None:
+    """Have advisories of a session find the blocks with these names."""
+    left = SimpleNamespace(session_id=session_id, cache_salt=None, block_hashes=names, sampling_params=None)
+    tiers.promoter.remember(left)  # type: ignore[arg-type]  # all that it looks at
 
 
 def place_kv(node: EmulatedNode, session_id: str, num_blocks: int) -> None:
@@ -193,18 +204,8 @@ def place_kv(node: EmulatedNode, session_id: str, num_blocks: int) -> None:
     tiers, pool = node.tiers, node.scheduler.kv_cache_manager.block_pool
     if tiers is not None:
         tiers.hollow.place(session_id, [BlockKey(bytes(name)) for name in names])
-        left = SimpleNamespace(
-            session_id=session_id, cache_salt=None, block_hashes=names, sampling_params=None
-        )
-        tiers.promoter.remember(left)
+        remember(tiers, session_id, names)
     elif node.engine.has_prefix_cache and 0 < num_blocks <= pool.get_num_free_blocks():
         blocks = pool.get_new_blocks(num_blocks)
-        pool.cache_full_blocks(
-            request=SimpleNamespace(block_hashes=names),
-            blocks=blocks,
-            num_cached_blocks=0,
-            num_full_blocks=num_blocks,
-            block_size=node.engine.block_tokens,
-            kv_cache_group_id=0,
-        )
+        register(pool, one_group(node.engine.block_tokens).leading_entries(names), blocks)
         pool.free_blocks(reversed(blocks))

@@ -61,11 +61,6 @@ class Played:
     """What the dispatcher, the tiers and the adapters' core counted."""
 
     @property
-    def us_per_step(self) -> float:
-        """Wall time of a step in the scheduler, in microseconds."""
-        return self.scheduler_s / self.num_steps * 1e6
-
-    @property
     def times(self) -> list[tuple[float, float]]:
         """Times of the first token and of the end of each request."""
         return [(job.first_token_s, job.ended_s) for job in self.jobs]

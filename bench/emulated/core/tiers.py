@@ -192,10 +192,6 @@ class EmulatedTiers(KvTiers):
             self._step.load()
         super()._on_progress()
 
-    def num_held(self, hashes: Sequence[bytes]) -> int:
-        """Return how many leading blocks of these the tiers could bring."""
-        return self.hollow.num_held([BlockKey(bytes(block_hash)) for block_hash in hashes]) if hashes else 0
-
     def serve(self, scheduler: GatedScheduler, wake: Callable[[], None]) -> None:
         """Promote KV for this scheduler, whose connector leads here. wake: called when there is something to look at."""
         pool = scheduler.kv_cache_manager.block_pool

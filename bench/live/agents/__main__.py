@@ -26,13 +26,11 @@ import asyncio
 import hashlib
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -47,7 +45,7 @@ from bench.live.agents.programs import LiveProgram, programs
 from bench.live.shared.models import cache_folder, write_once
 from bench.live.shared.report import ROOT, Progress, figures, options, report, spread, spread_ms
 from bench.live.shared.rounds import in_turn
-from bench.live.shared.serving import QUIET_OPENMP, OvertureServer, ServerProcess
+from bench.live.shared.serving import QUIET_OPENMP, OvertureServer, ServerProcess, samples
 
 # Of the demo model's 4,096 bytes of KV a token: 6,144 tokens on the device, 32,768 in host memory. Chosen: a program has up to 2,500, so that the
 # device holds a fifth of them and host memory all.
@@ -58,7 +56,7 @@ ARMS = {"unnamed": OURS, "named": OURS, "plain": ("--kv-host-gib=0", "--scheduli
 NUM_ROUNDS, QUICK_ROUNDS = 12, 6
 # No round of the quick bench begins after this. Chosen: ten minutes, less a round and the servers' end.
 QUICK_END_S = 480.0
-RUN_TOKENS = re.compile(r'^overture_agent_run_tokens_total\{outcome="(\w+)"\} (\S+)$', re.MULTILINE)
+RUN_TOKENS = "overture_agent_run_tokens_total"
 FRAMEWORK, FRAMEWORK_TIMEOUT_S = Path(__file__).with_name("framework.py"), 300.0
 REQUIREMENTS, INSTALL_TIMEOUT_S = ROOT / "requirements" / "clients" / "openai-agents.txt", 300.0
 AIMS = {
@@ -152,9 +150,7 @@ async def play_round(server: ServerProcess, number: int, python: Path | None, *,
 
 def run_tokens(server: ServerProcess) -> dict[str, int]:
     """Return the prompt tokens of all agents' runs so far by what became of their KV."""
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as reply:
-        text = reply.read().decode()
-    return {name: int(float(num)) for name, num in RUN_TOKENS.findall(text)}
+    return {each.labels["outcome"]: int(each.value) for each in samples(server.url, RUN_TOKENS)}
 
 
 async def measure(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +36,6 @@ AIMS = {
 }
 
 
-async def run_part(
-    part: str, http: aiohttp.ClientSession, one: Server, two: Server, is_quick: bool
-) -> dict[str, Any]:
-    """Measure one part; return its figures."""
-    match part:
-        case "moved":
-            return await sessions.moved(http, two, one, 3 if is_quick else 8)
-        case "ttft":
-            return await sessions.ttft_added(one, two, 40 if is_quick else 200)
-        case _:
-            return await routing.joined(http, two, *((2, 25.0) if is_quick else (4, 45.0)), is_quick=is_quick)
-
-
 async def measure(parts: list[str], is_quick: bool) -> dict[str, Any]:
     """Start both servers and measure these parts, one after the other."""
     progress, result = Progress(), dict[str, Any]()
@@ -57,8 +45,13 @@ async def measure(parts: list[str], is_quick: bool) -> dict[str, Any]:
             with Server("one", Path(folder), 1) as one, Server("two", Path(folder), 2) as two:
                 await asyncio.gather(one.until_ready(http), two.until_ready(http))
                 progress.say("one node and two nodes are ready")
+                plays = {
+                    "moved": partial(sessions.moved, http, two, one, 3 if is_quick else 8),
+                    "ttft": partial(sessions.ttft_added, one, two, 40 if is_quick else 200),
+                    "routing": partial(routing.joined, http, two, is_quick=is_quick),
+                }
                 for part in parts:
-                    found = await run_part(part, http, one, two, is_quick)
+                    found = await plays[part]()
                     result |= found
                     progress.say(f"{part}: {found}")
     return result

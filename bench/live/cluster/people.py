@@ -54,10 +54,6 @@ class Capacity:
 
         return brentq(surplus_per_s, 0.0, MOST_PAUSE_S) if surplus_per_s(0.0) > 0 else 0.0
 
-    def figures(self) -> dict[str, float]:
-        """Return the figures for the report."""
-        return {"turns_per_s": round(self.turns_per_s, 2), "answer_s": round(self.answer_s, 2)}
-
     def _asked_per_s(self, pause_s: float, repeat: int) -> float:
         weights = (_weight(_person(number, repeat)) for number in range(NUM_PEOPLE))
         return sum(1 / (pause_s * weight + LEAD_S + self.answer_s) for weight in weights)

@@ -24,16 +24,16 @@ P99_AIM = Aim(0.7, is_most=True)
 ARMS = ("sticky", "advised", "unannounced")
 
 
-async def joined(
-    http: aiohttp.ClientSession, server: Server, repeats: int, seconds: float, *, is_quick: bool
-) -> dict[str, Any]:
+async def joined(http: aiohttp.ClientSession, server: Server, *, is_quick: bool) -> dict[str, Any]:
     """Measure a node that joins at the end of each warm-up. The people are the same in all arms, which take turns; only `advised` advises.
 
-    server: with two nodes. repeats: of each arm. seconds: of each play, after its warm-up. is_quick: without the arm of which no figure is claimed,
-    sessions that move without advisories. Returns P99 of the time to the first token of each arm over that of sticky sessions; the most requests at a
-    node over the median node's, with advisories.
+    server: with two nodes. is_quick: fewer and shorter plays, without the arm of which no figure is claimed, sessions that move without advisories.
+    Returns P99 of the time to the first token of each arm over that of sticky sessions; the most requests at a node over the median node's, with
+    advisories.
     """
     arms = ARMS[:2] if is_quick else ARMS
+    # Plays of each arm, and the seconds of each after its warm-up.
+    repeats, seconds = (2, 25.0) if is_quick else (4, 45.0)
     played: dict[str, list[People]] = {arm: [] for arm in arms}
     capacities = []
     *_, last = [node["id"] for node in await server.nodes(http)]
@@ -42,7 +42,8 @@ async def joined(
         one_node = await capacity(http, server, f"joined-{repeat}")
         await server.reopen(last)
         pause_s = one_node.pause_s(OVERLOAD, repeat)
-        capacities.append(one_node.figures() | {"pause_s": round(pause_s, 2)})
+        found = {"turns_per_s": one_node.turns_per_s, "answer_s": one_node.answer_s, "pause_s": pause_s}
+        capacities.append({name: round(value, 2) for name, value in found.items()})
         for arm in in_turn(arms, repeat):
             people = People(http, server, f"joined-{arm}", repeat, pause_s, advises=arm == "advised")
             await server.drain(last)

@@ -16,6 +16,7 @@ from msgspec import Struct
 from bench.live.correct.families import KV_TOKEN_BYTES, MAX_MODEL_LEN
 from bench.live.correct.pictures import pictures_in
 from bench.live.shared.serving import OvertureServer
+from engine_bridge.protocol.node import ADVISORY_ENDS
 
 BASE = "base"
 ANSWER_TOKENS = 24
@@ -25,7 +26,6 @@ DEVICE_TOKENS = 2048
 ADVISORY_S, MOST_TRIES = 10.0, 8
 READY_S = 120.0
 GREEDY = {"temperature": 0, "max_tokens": ANSWER_TOKENS, "ignore_eos": True, "return_token_ids": True}
-OVER = {"hit", "late", "wasted", "expired", "cancelled", "unknown"}
 
 
 class Answer(Struct, frozen=True):
@@ -100,7 +100,7 @@ class Asker:
         for _ in range(MOST_TRIES):
             wanted = {"session_id": session, "model": adapter or BASE}
             made = await self.call("POST", "/v1/advisories", wanted)
-            while state not in OVER and time.monotonic() < deadline_s:
+            while state not in ADVISORY_ENDS and time.monotonic() < deadline_s:
                 state = (await self.call("GET", f"/v1/advisories/{made['id']}"))["state"]
                 if state == "warm":
                     return state

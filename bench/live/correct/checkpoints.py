@@ -18,7 +18,7 @@ from bench.live.correct.families import (
 )
 from bench.live.correct.pictures import FIRST_SPECIAL, SIGHTS
 from bench.live.correct.quantising import quantise
-from bench.live.shared.models import cache_folder, write_once, write_tokenizer
+from bench.live.shared.models import cache_folder, save_adapter, write_once, write_tokenizer
 
 
 def folder_of(family: Family) -> Path:
@@ -28,27 +28,20 @@ def folder_of(family: Family) -> Path:
 
 def flags_of(family: Family) -> list[str]:
     """The flags with which a server of a family's model is started."""
-    return [*family.flags, *_kv_flags_of(family), *_draft_flags_of(family)]
-
-
-def _kv_flags_of(family: Family) -> list[str]:
-    return [f"--kv-cache-dtype={family.kv_cache_dtype}"] if family.kv_cache_dtype else []
-
-
-def _draft_flags_of(family: Family) -> list[str]:
-    if not family.drafted_by:
-        return []
+    flags = list(family.flags)
+    if family.kv_cache_dtype:
+        flags.append(f"--kv-cache-dtype={family.kv_cache_dtype}")
     if family.drafted_by == "ngram":
-        return [DRAFTS_BY_LOOKUP]
-    drafts: dict[str, Any] = {"method": family.drafted_by, "num_speculative_tokens": 3}
-    if family.drafted_by == "mtp":
-        return [f"--speculative-config={json.dumps(drafts)}"]
-    if family.drafted_by == "eagle":
-        folder = _written(family, "eagle", lambda folder: _write_eagle_head(family, folder), "config.json")
-        drafts["model"] = str(folder)
-    else:
-        drafts["model"] = str(folder_of(family))
-    return [f"--speculative-config={json.dumps(drafts)}"]
+        flags.append(DRAFTS_BY_LOOKUP)
+    elif family.drafted_by:
+        drafts: dict[str, Any] = {"method": family.drafted_by, "num_speculative_tokens": 3}
+        if family.drafted_by == "eagle":
+            head = _written(family, "eagle", lambda folder: _write_eagle_head(family, folder), "config.json")
+            drafts["model"] = str(head)
+        elif family.drafted_by == "draft_model":
+            drafts["model"] = str(folder_of(family))
+        flags.append(f"--speculative-config={json.dumps(drafts)}")
+    return flags
 
 
 def adapter_folders_of(family: Family) -> list[Path]:
@@ -165,14 +158,13 @@ def write_adapter(family: Family, folder: Path, seed: int, *, adapted: Sequence[
     """Write a PEFT folder for a family's model. adapted: names of the modules that it changes, in place of the family's."""
     import torch
     import transformers
-    from safetensors.torch import save_file
 
     names = family.adapted if adapted is None else adapted
     config = transformers.AutoConfig.from_pretrained(folder_of(family))
     with torch.device("meta"):
         model = model_class(config).from_config(config)
     generator = torch.Generator().manual_seed(100 + seed)
-    tensors, targets = {}, set()
+    tensors = {}
     for path, module in model.named_modules():
         last = path.rpartition(".")[2]
         if last not in names or not isinstance(module, torch.nn.Linear) or "visi" in path or "visual" in path:
@@ -181,17 +173,4 @@ def write_adapter(family: Family, folder: Path, seed: int, *, adapted: Sequence[
         expand = torch.randn(module.out_features, ADAPTER_RANK, generator=generator)
         tensors[f"base_model.model.{path}.lora_A.weight"] = shrink / math.sqrt(module.in_features)
         tensors[f"base_model.model.{path}.lora_B.weight"] = expand / math.sqrt(ADAPTER_RANK) / 4
-        targets.add(last)
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    described = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": None,
-        "r": ADAPTER_RANK,
-        "lora_alpha": ADAPTER_ALPHA,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "target_modules": sorted(targets),
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(described, indent=2))
+    save_adapter(folder, tensors, ADAPTER_RANK, ADAPTER_ALPHA)

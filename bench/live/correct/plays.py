@@ -11,13 +11,8 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import (
-    AsyncIterable,
-    AsyncIterator,
-    Callable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +162,8 @@ async def family_play(
             ways = [asked, *([_announced(server, spoken, "first", name)] if spoken else [])]
             await _until_reused(judge, f"from disk after a restart {name}", *ways)
         if spoken:
-            told = (await server.chat(*turn) for turn in _turns_before(adapter))
+            before = ((FIRST_TURN, ""), (OTHER_TURN, adapter), (OTHER_TURN, ""))
+            told = (await server.chat(*turn) for turn in before)
             announced = _announced(server, spoken, "first")
             await _until_reused(judge, "a conversation after a restart", told, announced)
         if shown:
@@ -194,7 +190,7 @@ async def _tiers(judge: Judge, server: Asker, adapter: str) -> None:
     judge.check("another tenant", await server.complete(prompt_of(1), cache_salt="other"), may_reuse=False)
     for name in dict.fromkeys(("", adapter)):
         case = f"from host memory {name}"
-        later = _later(server, prompt_of(1), name)
+        later = _later(server, partial(server.complete, prompt_of(1), name))
         await _until_reused(judge, case, later, enough=max(on_device.num_cached, 1))
     await server.fill_device()
     shared = [*prompt_of(1)[:352], *prompt_of(3, 100)]
@@ -219,11 +215,11 @@ async def _until_reused(judge: Judge, case: str, *ways: AsyncIterable[Answer], e
     judge.check(case, last, must_reuse=most == 0)
 
 
-async def _later(server: Asker, prompt: Sequence[int], adapter: str) -> AsyncIterator[Answer]:
+async def _later(server: Asker, ask: Callable[[], Awaitable[Answer]]) -> AsyncIterator[Answer]:
     """Ask the same several times, each time after the device's blocks have been taken by others."""
     for _ in range(NUM_TRIES):
         await server.fill_device()
-        yield await server.complete(prompt, adapter)
+        yield await ask()
 
 
 async def _mixed_batch(judge: Judge, server: Asker, adapters: Sequence[str]) -> None:
@@ -251,21 +247,23 @@ async def _prompt_logprobs(judge: Judge, server: Asker, adapter: str, num_tokens
         judge.note(Checked(judge.play, case, len(found), num_wrong, 0))
 
 
-def _first_turn() -> list[dict[str, str]]:
-    return [{"role": "user", "content": OPENING + "Tell me what came in today, ship by ship. " * 3}]
+def turn(text: str) -> list[Mapping[str, Any]]:
+    """Return the first message of a conversation."""
+    return [{"role": "user", "content": OPENING + text}]
 
 
-def _other_turn() -> list[dict[str, str]]:
-    return [{"role": "user", "content": OPENING + "And you?"}]
+FIRST_TURN, OTHER_TURN = turn("Tell me what came in today, ship by ship. " * 3), turn("And you?")
+"""How the two conversations begin."""
 
 
-def _turns_before(adapter: str) -> list[tuple[list[dict[str, str]], str]]:
-    """Return the messages of each conversation before the restart, and the adapter that was asked."""
-    return [(_first_turn(), ""), (_other_turn(), adapter), (_other_turn(), "")]
+def gone_on(messages: Sequence[Mapping[str, Any]], answer: Answer) -> list[Mapping[str, Any]]:
+    """Return a conversation with its answer and another question."""
+    more = [{"role": "assistant", "content": answer.text}, {"role": "user", "content": "Go on."}]
+    return [*messages, *more]
 
 
 async def _announced(
-    server: Asker, messages: Sequence[Mapping[str, str]], session: str, adapter: str = ""
+    server: Asker, messages: Sequence[Mapping[str, Any]], session: str, adapter: str = ""
 ) -> AsyncIterator[Answer]:
     """Announce and ask a session's turn; several times, where others take the device's blocks before each further one."""
     for _ in range(NUM_TRIES):
@@ -278,13 +276,12 @@ async def _moved(server: Asker) -> AsyncIterator[Answer]:
     """Begin a conversation on one node, and ask its next turn of the other one; several times."""
     names = await server.ready_nodes(2)
     for number in range(NUM_TRIES):
-        session, messages = f"moved-{number}", _first_turn()
-        messages[0]["content"] = f"{number}. {messages[0]['content']}"
+        session = f"moved-{number}"
+        messages = [{"role": "user", "content": f"{number}. {FIRST_TURN[0]['content']}"}]
         await _leave_alone(server, names[0], names[1])
         first = await server.chat(messages, session=session)
-        messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "Go on."}]
         await _leave_alone(server, names[1], names[0])
-        yield await server.chat(messages, session=session)
+        yield await server.chat(gone_on(messages, first), session=session)
 
 
 async def _leave_alone(server: Asker, name: str, other: str) -> None:
@@ -293,24 +290,22 @@ async def _leave_alone(server: Asker, name: str, other: str) -> None:
     await server.call("POST", f"/v1/nodes/{other}/drain", {"force": True})
 
 
-async def _conversations(judge: Judge, server: Asker, adapter: str) -> list[dict[str, str]]:
+async def _conversations(judge: Judge, server: Asker, adapter: str) -> list[Mapping[str, Any]]:
     """A turn under the base model, its history computed ahead under an adapter, a turn under that; then another conversation that begins alike.
 
     Returns the messages of the last turn of the session "first".
     """
-    messages = _first_turn()
-    first = await server.chat(messages, session="first")
+    first = await server.chat(FIRST_TURN, session="first")
     judge.check("first turn", first)
-    messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "Go on."}]
+    messages = gone_on(FIRST_TURN, first)
     for name in dict.fromkeys((adapter, "")):
         announced = _announced(server, messages, "first", name)
         await _until_reused(judge, f"turn that was announced {name}", announced)
         await server.fill_device()
-    other = _other_turn()
     for name in dict.fromkeys((adapter, "")):
-        answer = await server.chat(other, name, session=f"second-{name}")
+        answer = await server.chat(OTHER_TURN, name, session=f"second-{name}")
         judge.check(f"another conversation that begins alike {name}", answer)
-        judge.check(f"the same, once more {name}", await server.chat(other, name))
+        judge.check(f"the same, once more {name}", await server.chat(OTHER_TURN, name))
     return messages
 
 
@@ -347,7 +342,7 @@ async def _pictures(judge: Judge, server: Asker, adapter: str) -> list[dict[str,
     ]
     for number, answer in enumerate(await asyncio.gather(*asked)):
         judge.check(f"pictures together, {number}", answer)
-    later = _later_chat(server, _about(second, more=LONGER))
+    later = _later(server, partial(server.chat, _about(second, more=LONGER)))
     await _until_reused(judge, "a picture, from host memory", later)
     messages = _about(first)
     for turn in range(2):
@@ -357,13 +352,6 @@ async def _pictures(judge: Judge, server: Asker, adapter: str) -> list[dict[str,
     announced = _announced(server, messages, "pictures")
     await _until_reused(judge, "a picture's conversation that was announced", announced)
     return messages
-
-
-async def _later_chat(server: Asker, messages: Sequence[Mapping[str, Any]]) -> AsyncIterator[Answer]:
-    """Ask the same several times, each time after the device's blocks have been taken by others."""
-    for _ in range(NUM_TRIES):
-        await server.fill_device()
-        yield await server.chat(messages)
 
 
 # -- what changes between two starts -------------------------------------------------------------------------------------------------

@@ -11,12 +11,9 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
-import threading
 import zipfile
 from pathlib import Path
-from typing import IO
 
 from bench.live.shared.report import ROOT, options
 
@@ -47,38 +44,6 @@ Bring the parts over into a folder of their own, say /tmp/kit, and there:
 Without xz: python3 -c "import glob, io, lzma, tarfile; data = b''.join(open(part, 'rb').read() for part in sorted(glob.glob('/tmp/kit/part-*')));
 tarfile.open(fileobj=io.BytesIO(lzma.decompress(data))).extractall('/tmp')"
 """
-
-
-class Parts:
-    """A file that is written in parts. Use it in a `with` block."""
-
-    def __init__(self, folder: Path, part_bytes: int) -> None:
-        self._folder, self._part_bytes = folder, part_bytes
-        self._part: IO[bytes] | None = None
-        self._room = 0
-        self.paths: list[Path] = []
-
-    def __enter__(self) -> Parts:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._part is not None:
-            self._part.close()
-
-    def write(self, data: bytes) -> None:
-        """Add bytes; a part that is full is followed by the next one."""
-        while data:
-            if not self._room or self._part is None:
-                self._begin()
-            assert self._part is not None
-            self._part.write(data[: self._room])
-            data, self._room = data[self._room :], self._room - min(self._room, len(data))
-
-    def _begin(self) -> None:
-        if self._part is not None:
-            self._part.close()
-        self.paths.append(self._folder / f"part-{len(self.paths):02d}")
-        self._part, self._room = self.paths[-1].open("wb"), self._part_bytes
 
 
 def download(folder: Path) -> None:
@@ -115,32 +80,12 @@ def checkout(folder: Path) -> None:
             shutil.copyfile(source, target)
 
 
-def pack(source: Path, parts: Parts) -> None:
-    """Write a folder as a compressed archive. Raises CalledProcessError. xz is asked for, as it uses all cores."""
-    command = ["xz", "-T0", "-4", "-c"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as packer:
-        assert packer.stdin is not None and packer.stdout is not None
-        with tempfile.TemporaryFile() as archive:
-            with tarfile.open(fileobj=archive, mode="w") as tar:
-                tar.add(source, arcname=source.name)
-            archive.seek(0)
-            feeder = _feed(archive, packer.stdin)
-            while data := packer.stdout.read(1 << 20):
-                parts.write(data)
-            feeder.join()
-    if packer.returncode:
-        raise subprocess.CalledProcessError(packer.returncode, command)
-
-
-def _feed(source: IO[bytes], sink: IO[bytes]) -> threading.Thread:
-    def copy() -> None:
-        """Copy the file, and end it."""
-        with sink:
-            shutil.copyfileobj(source, sink, 1 << 20)
-
-    thread = threading.Thread(target=copy, daemon=True)
-    thread.start()
-    return thread
+def pack(source: Path, folder: Path, part_bytes: int = PART_BYTES) -> list[Path]:
+    """Write a folder as a compressed archive in parts; return them. Raises CalledProcessError."""
+    command = 'set -o pipefail; tar -C "$1" -c "$2" | xz -T0 -4 -c | split -b "$3" -d - "$4/part-"'
+    words = (str(source.parent), source.name, str(part_bytes), str(folder))
+    subprocess.run(["bash", "-c", command, "pack", *words], check=True)
+    return sorted(folder.glob("part-*"))
 
 
 def main() -> None:
@@ -155,9 +100,8 @@ def main() -> None:
         download(Path(scratch))
         unpack(Path(scratch), kit / "site")
         checkout(kit / "overture")
-        with Parts(args.folder, PART_BYTES) as parts:
-            pack(kit, parts)
-    for path in parts.paths:
+        parts = pack(kit, args.folder)
+    for path in parts:
         print(f"{path}  {path.stat().st_size / 1e6:.0f} MB")
     print(NEXT_STEPS)
 

@@ -148,16 +148,12 @@ class Run:
 def correct(run: Run) -> Found:
     """Answers that must be the same: from each tier, with an adapter cold and warm, and after an engine was built anew."""
     shape = SHAPES["small"]
-    with run.engine("ours", shape, **run.adapters(shape, len(RANKS))) as worker:
-        names = worker_adapters(run, shape)
+    settings = run.adapters(shape, len(RANKS))
+    names = [name for name, _ in settings["adapters"]]
+    with run.engine("ours", shape, **settings) as worker:
         yield {"what": "an adapter cold against warm"} | _cold_against_warm(worker, names)
         yield {"what": "from each tier"} | _from_each_tier(worker, run.sizes.correct)
         yield {"what": "a failed step"} | _after_a_failure(worker, run.sizes.correct[0])
-
-
-def worker_adapters(run: Run, shape: ModelShape) -> list[str]:
-    """Return the names of the adapters of `correct`."""
-    return [name for name, _ in run.adapters(shape, len(RANKS))["adapters"]]
 
 
 def _cold_against_warm(worker: Worker, names: Sequence[str]) -> dict[str, Any]:

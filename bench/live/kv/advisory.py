@@ -21,17 +21,14 @@ from __future__ import annotations
 
 import random
 import statistics
-import tempfile
 from collections import defaultdict
-from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from bench.live.kv.advisory_disk import run_disk
 from bench.live.kv.people import script, times_of
 from bench.live.peers.play import text
-from bench.live.peers.worker import Worker, start_alike
+from bench.live.peers.worker import Worker, alike
 from bench.live.shared.models import ModelShape
 from bench.live.shared.report import Progress, figures, options, report, spread, spread_ms
 from bench.live.shared.rounds import in_turn
@@ -163,22 +160,15 @@ class Bench(Progress):
         ]
 
 
-def start_engines(plan: Plan, folder: Path, stack: ExitStack) -> dict[str, Worker]:
-    """Start both engines with the same model and device memory; return them by name."""
+def run(plan: Plan) -> None:
+    """Measure everything and report."""
     blocks_of_one = plan.history_tokens // 32 + 8
     num_blocks = max(
         plan.num_people * blocks_of_one // 10, plan.document_tokens // 32 * 2, DRAFT_TOKENS // 32 + 8
     )
-    max_model_len = min((num_blocks - 1) * 32, 4096)
-    memory = {"num_blocks": num_blocks, "max_model_len": max_model_len}
-    return start_alike(("ours", "stock"), ModelShape(), folder, stack, **memory)
-
-
-def run(plan: Plan) -> None:
-    """Measure everything and report."""
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="overture-bench-")))
-        bench = Bench(plan, start_engines(plan, folder, stack))
+    memory = {"num_blocks": num_blocks, "max_model_len": min((num_blocks - 1) * 32, 4096)}
+    with alike(("ours", "stock"), ModelShape(), **memory) as workers:
+        bench = Bench(plan, workers)
         bench.say(f"{plan.num_people} conversations begin on each engine")
         bench.begin()
         bench.say("people")

@@ -56,10 +56,10 @@ AIMS = {
 }
 
 
-def first_lengths() -> dict[str, int]:
-    """Return the tokens of each person's conversation at first; their logarithms are spread evenly."""
+def first_lengths(shortest: int) -> dict[str, int]:
+    """Return the tokens of each person's conversation at first: the longest has four times the shortest, their logarithms are spread evenly."""
     ratio = MOST_TOKENS / FEWEST_TOKENS
-    lengths = [int(FEWEST_TOKENS * ratio ** (n / (NUM_PEOPLE - 1))) for n in range(NUM_PEOPLE)]
+    lengths = [int(shortest * ratio ** (n / (NUM_PEOPLE - 1))) for n in range(NUM_PEOPLE)]
     random.Random(0).shuffle(lengths)
     return {f"person{n}": length for n, length in enumerate(lengths)}
 
@@ -86,7 +86,7 @@ class Bench(Progress):
 
     def __init__(self) -> None:
         super().__init__()
-        self.histories = first_lengths()
+        self.histories = first_lengths(FEWEST_TOKENS)
         self.ttft_s: dict[str, list[list[float]]] = {arm: [] for arm in ARMS}
         self.tokens_per_s: dict[str, list[float]] = {arm: [] for arm in ARMS}
         self.reads = Counter[str]()

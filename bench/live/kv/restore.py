@@ -19,17 +19,14 @@ from __future__ import annotations
 import signal
 import statistics
 import sys
-import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from bench.intervals import Aim, judged
-from bench.live.peers.play import FIRST_TEXT_TOKEN, text
-from bench.live.peers.worker import Worker, start_alike
+from bench.live.peers.play import FIRST_TEXT_TOKEN, Ask, decode_rate, text
+from bench.live.peers.worker import Worker, alike
 from bench.live.shared.models import ModelShape
 from bench.live.shared.report import Progress, figures, options, report, spread, spread_ms
 from bench.live.shared.rounds import in_turn
@@ -109,17 +106,13 @@ class Bench(Progress):
         self.ttft_s: dict[tuple[str, str, int], list[float]] = defaultdict(list)
         self.answers: dict[tuple[int, int], dict[tuple[str, str], list[int]]] = defaultdict(dict)
 
-    def in_turn(self, number: int, *kinds: str) -> Iterator[tuple[str, Worker]]:
-        """The engines of these kinds in an order that alternates with each repeat: a drift of the machine hits all alike."""
-        return ((kind, self.workers[kind]) for kind in in_turn(kinds, number))
-
     def measure_turns(self) -> None:
         """Measure follow-up turns of both engines from all sources."""
         for num_tokens in HISTORY_TOKENS:
             history = history_of(num_tokens)
             for repeat in range(self.plan.repeats):
-                for kind, worker in self.in_turn(repeat, *SOURCES):
-                    self._one_of_each(kind, worker, history, repeat)
+                for kind in in_turn(list(SOURCES), repeat):
+                    self._one_of_each(kind, history, repeat)
             medians = {
                 f"{kind} {source}": f"{statistics.median(times) * 1e3:.0f}"
                 for (kind, source, length), times in self.ttft_s.items()
@@ -127,9 +120,9 @@ class Bench(Progress):
             }
             self.say(f"{num_tokens} tokens, median TTFT in ms: {medians}")
 
-    def _one_of_each(self, kind: str, worker: Worker, history: list[int], repeat: int) -> None:
+    def _one_of_each(self, kind: str, history: list[int], repeat: int) -> None:
         """One follow-up from each source. `device` comes last and so finds what the one before it brought back."""
-        prompt = follow_up(history, repeat)
+        worker, prompt = self.workers[kind], follow_up(history, repeat)
         for source in SOURCES[kind]:
             if source == "recompute" and kind == "ours" and repeat >= self.plan.own_recompute_repeats:
                 continue
@@ -156,11 +149,13 @@ class Bench(Progress):
         """Tokens per second while `DECODE_STREAMS` answers run, with and without tiers."""
         rates: dict[str, list[float]] = {"ours": [], "ours_off": []}
         for repeat in range(-1, self.plan.decode_repeats):  # the first round warms up
-            for kind, worker in self.in_turn(repeat, *rates):
+            for kind in in_turn(list(rates), repeat):
+                worker = self.workers[kind]
                 prompts = [text(DECODE_PROMPT_TOKENS, "decode", repeat, n) for n in range(DECODE_STREAMS)]
-                result = worker.call("batch", prompts=prompts, max_tokens=self.plan.decode_tokens)
+                asks = [Ask(prompt=prompt, max_tokens=self.plan.decode_tokens) for prompt in prompts]
+                answers = worker.call("together", asks=asks)
                 if repeat >= 0:
-                    rates[kind].append(result["decode_tokens_per_s"])
+                    rates[kind].append(decode_rate(answers))
                 worker.call("settle")
         return rates
 
@@ -215,11 +210,9 @@ def compare_answers(turns: Answers) -> dict[str, Any]:
 
 def bench(plan: Plan) -> None:
     """Start the engines, measure everything and report."""
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="overture-restore-")))
-        memory = {"num_blocks": NUM_DEVICE_BLOCKS, "max_model_len": MAX_MODEL_LEN}
-        kinds = ("stock", "ours", "ours_off")
-        measured = Bench(plan, start_alike(kinds, ModelShape(), folder, stack, **memory))
+    memory = {"num_blocks": NUM_DEVICE_BLOCKS, "max_model_len": MAX_MODEL_LEN}
+    with alike(("stock", "ours", "ours_off"), ModelShape(), **memory) as workers:
+        measured = Bench(plan, workers)
         measured.say("follow-up turns")
         measured.measure_turns()
         measured.say("copies, then decoding")

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bench.live.peers.play import Answer, Ask, Conversations, StepLog, decode_rate, text
+from bench.live.peers.play import Answer, Ask, Conversations, StepLog, text
 from bench.live.shared.models import ModelShape, model_folder
+from engine_bridge.driver.in_process import runner_of, scheduler_of
 from engine_bridge.policy.scheduling.policies import DEFAULT_POLICY
 
 T = TypeVar("T")
@@ -213,11 +214,6 @@ class Engine(ABC):
         answers, *_ = await asyncio.gather(self._play(asks), *(advise(*each) for each in advised))
         return answers
 
-    def batch(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
-        """Run requests together; return the rate of their tokens."""
-        answers = self.do(self._play([Ask(prompt=prompt, max_tokens=max_tokens) for prompt in prompts]))
-        return {"decode_tokens_per_s": decode_rate(answers)}
-
     def place(self, source: str) -> None:
         """Leave a history's KV in `source` and in no faster tier: "device", or "recompute" for nowhere."""
         if source != "device":
@@ -317,18 +313,12 @@ class Engine(ABC):
 # -- vLLM's inside -----------------------------------------------------------------------------------------------------
 
 
-def scheduler_of(llm: Any) -> Any:
-    """Return vLLM's scheduler."""
-    return llm.engine_core.engine_core.scheduler
-
-
 def forget_device(llm: Any) -> None:
     """Empty the prefix cache and overwrite its memory, so that what comes back can only come from another tier."""
     while scheduler_of(llm).has_requests():
         llm.step()
     reset_prefix_cache(llm)
-    runner = llm.model_executor.driver_worker.worker.model_runner
-    for layer in runner.compilation_config.static_forward_context.values():
+    for layer in runner_of(llm).compilation_config.static_forward_context.values():
         if hasattr(getattr(layer, "kv_cache", None), "fill_"):
             layer.kv_cache.fill_(7.0)
 

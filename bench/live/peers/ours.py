@@ -1,6 +1,6 @@
 """Our node in this process, driven as the gateway drives it: event loop and engine have threads of their own, commands come on the main one.
 
-What reaches into the node is gathered in `ours_inside`, but for `_keys_of`.
+What reaches into the node is gathered in `ours_inside`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from bench.live.peers.play import STREAM_ANSWER_TOKENS, STREAM_PROMPT_TOKENS, As
 from bench.predicting import note_copies, note_steps
 from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.local_node import GIB, LocalNode
-from engine_bridge.protocol.engine_request import ANONYMOUS, EngineRequest, RequestId, Sampling
+from engine_bridge.protocol.engine_request import EngineRequest, RequestId, Sampling
 from engine_bridge.settings.engine_config import EngineConfig
 from engine_bridge.settings.node_config import LocalNodeConfig
 from gateway.access.auth import tenant_of
@@ -41,13 +41,13 @@ from gateway.advisories.drafts import Drafts
 from gateway.metrics.metrics import Metrics
 from gateway.sessions import SessionStore
 from kvtiers.io.files import Files
-from kvtiers.keys import BlockKey
 
 T = TypeVar("T")
 OWNER = "local"
 REBUILD_TIMEOUT_S = 240.0
-SETTLE_TIMEOUT_S, PLACE_TIMEOUT_S, REFIT_TIMEOUT_S, QUEUE_TIMEOUT_S = 60.0, 30.0, 60.0, 120.0
+SETTLE_TIMEOUT_S, CHANGE_TIMEOUT_S, QUEUE_TIMEOUT_S = 60.0, 60.0, 120.0
 LOOK_EVERY_S = 0.002
+ADAPTER_POLICY = "adaptive"
 MEMCPY_BYTES = 64 << 20
 
 
@@ -276,31 +276,8 @@ class Ours(Engine):
 
     def host_copy(self, tokens: list[int]) -> dict[str, Any]:
         """Bytes and seconds of copying this prompt's whole blocks from host to device memory."""
-        keys = self.do(self._keys_of(tokens))
+        keys = inside.keys_of(self.node, tokens)
         return self.on_engine(lambda driver: inside.time_host_copy(driver, self.tiers, keys))
-
-    async def _keys_of(self, tokens: list[int]) -> list[BlockKey]:
-        from vllm import SamplingParams
-        from vllm.v1.request import Request
-
-        client = self.node._client
-        assert client is not None
-        unique_id, core_request = client.submit(
-            {"prompt_token_ids": tokens},
-            SamplingParams(max_tokens=1),
-            "keys",
-            None,
-            request=ANONYMOUS,
-            lora_request=None,
-        )
-        client.forget(unique_id, abort=False)
-        hasher = await self.node.run_on_engine(
-            lambda driver: driver.engine.engine_core.engine_core.request_block_hasher
-        )
-        return [
-            BlockKey(bytes(key))
-            for key in Request.from_engine_core_request(core_request, hasher).block_hashes
-        ]
 
     # -- adapters ----------------------------------------------------------------------------------------------------
 
@@ -312,10 +289,10 @@ class Ours(Engine):
             others = self._version_ids(name for name in self.folders if name not in adapters)
             self.on_engine(lambda driver: driver.adapters.put_back(others, keeps_host=True))
             self.play([Ask(prompt=[1] * 4, max_tokens=2, adapter=name) for name in adapters])
-        self._wait_until(inside.is_quiet)
+        self._until(inside.is_quiet)
         if place == "host":
             self.on_engine(lambda driver: [driver.adapters.core.prefetch(adapter_id) for adapter_id in ids])
-            self._wait_until(lambda driver: inside.is_quiet(driver) and inside.are_in_host(driver, ids))
+            self._until(lambda driver: inside.is_quiet(driver) and inside.are_in_host(driver, ids))
         if place != "slot":
             self.on_engine(lambda driver: driver.adapters.put_back(ids, keeps_host=place == "host"))
         if place == "disk":
@@ -329,9 +306,9 @@ class Ours(Engine):
         """Leave adapters on disk only, without knowledge of past uses, and empty the prefix cache."""
         if self.folders:
             ids = self._version_ids(self.folders)
-            self._wait_until(inside.is_quiet)
+            self._until(inside.is_quiet)
             self.on_engine(lambda driver: driver.adapters.put_back(ids, keeps_host=False))
-            self.on_engine(inside.forget_uses)
+            self.on_engine(lambda driver: driver.adapters.core.worth.use_policy(ADAPTER_POLICY))
         self.with_vllm(lambda llm: llm.reset_prefix_cache())
 
     def found(self) -> dict[str, int]:
@@ -344,11 +321,12 @@ class Ours(Engine):
     def _version_ids(self, names: Any) -> list[int]:
         return [int(self.node._catalog.current(name).version_id) for name in names]
 
-    def _wait_until(self, is_so: Callable[[Any], bool]) -> None:
-        deadline_s = time.monotonic() + PLACE_TIMEOUT_S
+    def _until(self, is_so: Callable[[Any], bool]) -> None:
+        """Return once the driver says so, and most often after some milliseconds. Raises TimeoutError."""
+        deadline_s = time.monotonic() + CHANGE_TIMEOUT_S
         while not self.on_engine(is_so):
             if time.monotonic() > deadline_s:
-                raise TimeoutError(f"adapters still move: {self.node.figures().adapter_stats}")
+                raise TimeoutError(f"no change; adapters: {self.node.figures().adapter_stats}")
             time.sleep(LOOK_EVERY_S)
 
     # -- scheduling --------------------------------------------------------------------------------------------------
@@ -362,11 +340,7 @@ class Ours(Engine):
         ranks = {record.name: record.rank for record in self.node._catalog.served()}
         self.on_engine(lambda driver: inside.change_policy(driver, self.node, policy))
         self.on_engine(lambda driver: inside.learn(driver.scheduling, history, ranks, rate_per_s))
-        deadline_s = time.monotonic() + REFIT_TIMEOUT_S
-        while not self.on_engine(lambda driver: inside.apply_refit(driver.scheduling)):
-            if time.monotonic() > deadline_s:
-                raise TimeoutError("the lanes were not fitted")
-            time.sleep(0.05)
+        self._until(lambda driver: inside.apply_refit(driver.scheduling))
         if self.tiers is not None:
             self._set_way(way)
 

@@ -13,10 +13,9 @@ from engine_bridge.driver.kv.link_measuring import LinkMeasuring
 from engine_bridge.local_node import LocalNode
 from engine_bridge.predict.length import OnlineLengths
 from engine_bridge.protocol.engine_request import EngineRequest, LengthGuess
+from engine_bridge.protocol.node import pack_token_ids
 from kvtiers.keys import BlockKey
 from kvtiers.policy.restore import Action, RestoreDecision, RestoreFacts
-
-ADAPTER_POLICY = "adaptive"
 
 
 def generate(node: LocalNode, request_id: str, ask: Ask, tenant: str, sampling: Any) -> Any:
@@ -60,6 +59,14 @@ def forget_disk(tiers: Any) -> None:
         disk.forget(list(disk._contents.index))
 
     tiers._io.start(forget()).result()
+
+
+def keys_of(node: LocalNode, tokens: list[int]) -> list[BlockKey]:
+    """Return the keys of the whole blocks of a prompt that was asked without a tenant and an adapter. From any thread."""
+    assert node._client is not None
+    versions = node._client.versions
+    hashes = versions.hashes_of(pack_token_ids(tokens), versions.salt_of("", None), None)
+    return [BlockKey(bytes(block_hash)) for block_hash in hashes]
 
 
 def time_host_copy(driver: Any, tiers: Any, keys: Sequence[BlockKey]) -> dict[str, Any]:
@@ -108,11 +115,6 @@ def is_quiet(driver: Any) -> bool:
 def are_in_host(driver: Any, ids: Sequence[int]) -> bool:
     """Return whether all of these adapters are in host memory."""
     return all(driver.adapters.core.table[adapter_id].host_bytes is not None for adapter_id in ids)
-
-
-def forget_uses(driver: Any) -> None:
-    """Let the default policy decide without knowledge of past uses which adapter leaves."""
-    driver.adapters.core.worth.use_policy(ADAPTER_POLICY)
 
 
 # -- scheduling --------------------------------------------------------------------------------------------------------

@@ -19,9 +19,9 @@ from bench.live.peers.engine import (
     forget_files,
     greedy,
     reset_prefix_cache,
-    scheduler_of,
 )
 from bench.live.peers.play import Ask, StepLog
+from engine_bridge.driver.in_process import runner_of, scheduler_of
 
 T = TypeVar("T")
 
@@ -37,7 +37,6 @@ class Stock(Engine):
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        from engine_bridge.driver.in_process import runner_of
         from engine_bridge.driver.lora import lora
 
         arguments: dict[str, Any] = {
@@ -167,7 +166,7 @@ class Stock(Engine):
 
     @property
     def _worker_manager(self) -> Any:
-        return self.llm.model_executor.driver_worker.worker.model_runner.lora_manager
+        return runner_of(self.llm).lora_manager
 
     def _place(self, name: str) -> str:
         manager, number = self._worker_manager, self._ids[name]

@@ -8,9 +8,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -125,15 +126,16 @@ def _serve(kind: str, settings: Settings, pipe: Connection, log_file: Path) -> N
         engine.close()
 
 
-def start_alike(
-    kinds: Sequence[str], shape: ModelShape, folder: Path, stack: ExitStack, **settings: Any
-) -> dict[str, Worker]:
-    """Start engines of these kinds, which are alike in all else, each with a separate folder; see `start_workers`."""
-    arms = {}
-    for kind in kinds:
-        (folder / kind).mkdir()
-        arms[kind] = kind, Settings.of(shape, folder / kind, **settings)
-    return start_workers(arms, folder, stack)
+@contextmanager
+def alike(kinds: Sequence[str], shape: ModelShape, **settings: Any) -> Iterator[dict[str, Worker]]:
+    """Yield engines of these kinds, which are alike in all else, by kind until the block ends, each with a separate folder; see `start_workers`."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="overture-bench-")))
+        arms = {}
+        for kind in kinds:
+            (folder / kind).mkdir()
+            arms[kind] = kind, Settings.of(shape, folder / kind, **settings)
+        yield start_workers(arms, folder, stack)
 
 
 def start_workers(

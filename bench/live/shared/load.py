@@ -1,7 +1,7 @@
 """Load from a process of its own: chat sockets that stream, or that do nothing. Loopback only, bounded in number and time.
 
-    python -m bench.live.shared.load stream PORT --streams 16 --tokens 256 --round 3
-    python -m bench.live.shared.load idle PORT --sockets 5000
+    python -m bench.live.shared.load stream PORT STREAMS TOKENS ROUND
+    python -m bench.live.shared.load idle PORT SOCKETS
 
 Prints one JSON line per phase; `idle` holds its sockets until its stdin closes.
 """
@@ -18,7 +18,6 @@ import time
 import orjson
 from websockets.asyncio.client import connect
 
-from bench.live.shared.report import options
 from bench.live.shared.serving import HOST
 
 LIMIT_S = 120.0
@@ -98,20 +97,8 @@ async def idle(port: int, num_sockets: int) -> None:
 
 def main() -> None:
     """Run the load that the command line names."""
-    parser = options(__doc__)
-    kinds = parser.add_subparsers(dest="kind", required=True)
-    streaming = kinds.add_parser("stream", help="stream answers")
-    streaming.add_argument("port", type=int)
-    for option in ("--streams", "--tokens", "--round"):
-        streaming.add_argument(option, type=int, required=True)
-    idling = kinds.add_parser("idle", help="open sockets and wait")
-    idling.add_argument("port", type=int)
-    idling.add_argument("--sockets", type=int, required=True)
-    args = parser.parse_args()
-    if args.kind == "stream":
-        asyncio.run(stream(args.port, args.streams, args.tokens, args.round))
-    else:
-        asyncio.run(idle(args.port, args.sockets))
+    kind, *numbers = sys.argv[1:]
+    asyncio.run({"stream": stream, "idle": idle}[kind](*map(int, numbers)))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +97,7 @@ def adapter_folders(shape: ModelShape, ranks: Sequence[int]) -> list[Path]:
     parent = cache_folder() / f"{shape.name}-adapters"
     folders = [parent / f"rank{rank}-{number:03d}" for number, rank in enumerate(ranks)]
     for number, (folder, rank) in enumerate(zip(folders, ranks, strict=True)):
-
-        def write(written: Path, number: int = number, rank: int = rank) -> None:
-            """Write one adapter."""
-            write_adapter(written, shape, rank, seed=number)
-
+        write = partial(write_adapter, shape=shape, rank=rank, seed=number)
         write_once(folder, "adapter_config.json", write)
     return folders
 
@@ -163,7 +160,6 @@ def write_adapter(
     """Write a PEFT folder, which must not be there. modules: that it changes, of `shape.linears`; None: the usual ones."""
     import numpy as np
     import torch
-    from safetensors.torch import save_file
 
     generator = np.random.default_rng(seed)  # several times as fast as torch's
     dtype = getattr(torch, shape.dtype)
@@ -172,7 +168,8 @@ def write_adapter(
         """Return random weights of this size and standard deviation."""
         return torch.from_numpy(generator.standard_normal(size, dtype=np.float32)).mul_(deviation).to(dtype)
 
-    tensors, modules = {}, list(shape.adapted) if modules is None else modules
+    tensors: dict[str, Any] = {}
+    modules = list(shape.adapted) if modules is None else modules
     for layer in range(shape.num_layers):
         for module in modules:
             num_in, num_out = shape.linears[module]
@@ -180,15 +177,22 @@ def write_adapter(
             b_deviation = ADAPTER_STRENGTH / ADAPTER_SCALING * rank**-0.5
             tensors[f"{name}.lora_A.weight"] = weight((rank, num_in), num_in**-0.5)
             tensors[f"{name}.lora_B.weight"] = weight((num_out, rank), b_deviation)
-    folder.mkdir()
+    save_adapter(folder, tensors, rank, ADAPTER_SCALING * rank)
+
+
+def save_adapter(folder: Path, tensors: dict[str, Any], rank: int, alpha: int) -> None:
+    """Write an adapter's weights as a PEFT folder, which must not be there. tensors: by PEFT's names."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": None,
         "r": rank,
-        "lora_alpha": ADAPTER_SCALING * rank,
-        "target_modules": sorted(module.rpartition(".")[2] for module in modules),
+        "lora_alpha": alpha,
+        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
         "bias": "none",
         "use_dora": False,
         "use_rslora": False,

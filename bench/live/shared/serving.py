@@ -16,10 +16,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
 from bench.live.shared.report import ROOT
 
 HOST = "127.0.0.1"
-READY_TIMEOUT_S, CLOSE_TIMEOUT_S = 240.0, 60.0
+READY_TIMEOUT_S, CLOSE_TIMEOUT_S, METRICS_TIMEOUT_S = 240.0, 60.0, 60.0
 # Beside other engines OpenMP's threads must sleep, not spin, while theirs has nothing to do.
 QUIET_OPENMP = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
 
@@ -81,7 +84,7 @@ class ServerProcess:
         deadline_s = time.monotonic() + timeout_s
         while not is_so():
             if self.process.poll() is not None or time.monotonic() > deadline_s:
-                raise ServerFailed(f"the server did not get ready:\n{self.log_tail()}")
+                raise ServerFailed(f"the server did not get so far:\n{self.log_tail()}")
             time.sleep(0.1)
 
     def log_tail(self) -> str:
@@ -101,6 +104,16 @@ class ServerProcess:
             return error.code
         except OSError:
             return None
+
+
+def samples(url: str, name: str, key: str = "") -> list[Sample]:
+    """Return the samples of one metric of a server. name: of the samples. key: an operator's, where the server takes keys. Raises OSError."""
+    request = urllib.request.Request(
+        f"{url}/metrics", headers={"Authorization": f"Bearer {key}"} if key else {}
+    )
+    with urllib.request.urlopen(request, timeout=METRICS_TIMEOUT_S) as reply:
+        families = text_string_to_metric_families(reply.read().decode())
+    return [sample for family in families for sample in family.samples if sample.name == name]
 
 
 def without_our_modules() -> dict[str, str]:

@@ -34,10 +34,6 @@ vllm.entrypoints.pooling.scoring.protocol:ScoreResponse EMBEDDINGS
 BENCH_SIDE = owners("""
 vllm.v1.core.sched.scheduler:Scheduler BENCHES
     write policy
-vllm.v1.request:Request BENCHES
-    call from_engine_core_request(request, block_hasher)
-vllm.v1.engine.llm_engine:LLMEngine BENCHES
-    read model_executor
 vllm.lora.worker_manager:LRUCacheWorkerLoRAManager BENCHES
     call list_adapters()
 vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU BENCHES

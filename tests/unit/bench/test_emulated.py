@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from bench.emulated.core.adapters import AdapterMemory
 from bench.emulated.core.arrivals import Arrival, Classes
 from bench.emulated.core.calibration import A40
 from bench.emulated.core.clock import Clock
@@ -100,29 +99,6 @@ def test_steps_are_those_of_the_engine(
     jobs = play_on_node("fcfs", requests, COST, ROOMY).jobs
     assert [job.first_token_s for job in jobs] == pytest.approx(first_token_s)
     assert jobs[0].ended_s == pytest.approx(ended_s)
-
-
-def with_adapters(
-    num_slots: int, policy: str | None, asked: list[tuple[float, int]]
-) -> list[tuple[float, str]]:
-    """TTFT and where the adapter was, of prompts that come so late each, by the adapter that they ask for."""
-    requests = [Arrival(f"{number}", at_s, 100, 5, adapter) for number, (at_s, adapter) in enumerate(asked)]
-    played = play_on_node(
-        "fcfs", requests, A40_COST, ROOMY, ranks=(128, 64, 8), memory=AdapterMemory(num_slots, policy)
-    )
-    return [(job.ttft_s, job.found_adapter) for job in played.jobs]
-
-
-def copy_s(rank: int) -> float:
-    return LLAMA2_7B.lora_bytes(rank) / A40.achieved_link_bytes_per_s
-
-
-def test_an_adapter_takes_its_bytes_over_the_link_before_its_first_step() -> None:
-    found = with_adapters(8, "lru", [(0.0, 0), (5.0, 0), (9.0, 1)])
-    assert [place for _, place in found] == ["host", "slot", "host"]
-    assert found[0][0] == pytest.approx(copy_s(128) + A40_COST.prefill_s(100, 128))
-    assert found[1][0] == pytest.approx(A40_COST.prefill_s(100, 128))
-    assert found[2][0] == pytest.approx(copy_s(64) + A40_COST.prefill_s(100, 64))
 
 
 def test_a_prompt_that_fills_the_last_free_block_starts_as_in_vllms_own_queue() -> None:

@@ -38,8 +38,20 @@ def blocks_of(rank: int) -> int:
 
 
 def copies_of(adapters: EmulatedAdapters | None) -> list[int]:
-    assert adapters is not None and adapters.copies is not None
-    return adapters.copies.ids()
+    assert adapters is not None and adapters.blocks is not None
+    return adapters.blocks.ids()
+
+
+def test_an_adapter_takes_its_bytes_over_the_link_before_its_first_step() -> None:
+    memory = AdapterMemory(8, "lru")
+    jobs = play_on_node(
+        "fcfs", asks((0, 0), (5, 0), (9, 1)), COST, Engine(2000), ranks=RANKS, memory=memory
+    ).jobs
+    assert [job.found_adapter for job in jobs] == ["host", "slot", "host"]
+    for job, rank in zip(jobs, (128, 128, 64), strict=True):
+        copy_s = LLAMA2_7B.lora_bytes(rank) / A40.achieved_link_bytes_per_s
+        waited_s = 0.0 if job.found_adapter == "slot" else copy_s
+        assert job.ttft_s == pytest.approx(waited_s + COST.prefill_s(100, rank))
 
 
 def test_an_adapter_that_leaves_its_slot_comes_back_from_kv_blocks_within_the_device() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import random
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -30,17 +30,18 @@ from bench.emulated.core.arrivals import Arrival
 from bench.emulated.core.assist import ColdStart
 from bench.emulated.core.calibration import A10_ON_DEMAND
 from bench.emulated.core.hardware import AssistingHost
-from bench.emulated.core.node import EmulatedNode, Engine, Job
-from bench.emulated.core.people import Chats, Habits, LogNormal
+from bench.emulated.core.node import Engine, Job
+from bench.emulated.core.people import Chats, LogNormal
 from bench.emulated.core.plays import play_on_node
 from bench.emulated.core.steps import Chunk, StepCost
 from bench.emulated.followers import Tally
-from bench.emulated.table import Bench, Workers
+from bench.emulated.table import Bench
 from bench.results.claims import CLAIMS
 from bench.results.limits import SWEEPS
 from bench.results.lookup import find
 from bench.results.runs import Run
 from engine_bridge.policy.adapters.adapter_cache import POLICIES
+from engine_bridge.policy.scheduling.bounded import Bounded, BoundedSettings
 
 NOWHERE = Path("there is none")
 
@@ -48,48 +49,36 @@ NOWHERE = Path("there is none")
 # -- figures -----------------------------------------------------------------------------------------------------------
 
 
-class Formula(Workers):
-    """Outcomes by a formula instead of plays."""
-
-    def __init__(self, outcome_of: Callable[[Any], Any]) -> None:
-        super().__init__(1)
-        self._outcome_of = outcome_of
-
-    def map(self, function: Callable[..., Any], *columns: Iterable[Any]) -> list[Any]:
-        return list(map(self._outcome_of, columns[0]))
+def numbers(*names: str) -> Callable[[Any], dict[str, float]]:
+    """A formula that gives each name a number between 1 and 2 that is the point's own."""
+    return lambda point: {name: random.Random(repr((point, name))).uniform(1, 2) for name in names}
 
 
-def number(point: object) -> float:
-    """A number between 1 and 2 that is the point's own."""
-    return random.Random(repr(point)).uniform(1, 2)
+def at_slo(point: chameleon.Point) -> dict[str, float]:
+    return {"ttft_p50_s": 1.0, "ttft_p99_s": point.per_s / 8 * chameleon.slo_s(point.setting)}
 
 
-def of_errors(point: adaptivellm.Point) -> adaptivellm.Outcome | dict[str, float]:
-    if point.is_foretold:
-        return {f"{what}_{name}": number(point) for what in ("step", "swap") for name in adaptivellm.ERRORS}
-    return adaptivellm.Outcome(*(number((point, at)) for at in range(3)), swapped=1)
-
-
-ORDERED = ("capacity_per_s", "ttft_p50", "ttft_p99", "latency", "class 8")
+ERRORS = [f"{what}_{name}" for what in ("step", "swap") for name in adaptivellm.ERRORS]
+# What a point comes to by a formula, instead of a play.
 OUTCOMES: dict[str, Callable[[Any], Any]] = {
-    "adapter_cache": lambda point: dict.fromkeys(POLICIES, number(point)),
-    "adaptivellm": of_errors,
-    "caraserve": lambda point: caraserve.Means(number(point)),
-    "chameleon": lambda point: chameleon.Outcome(1.0, point.per_s / 8 * chameleon.slo_s(point.setting)),
+    "adapter_cache": numbers(*POLICIES),
+    "adaptivellm": numbers("per_s", "weighted", "turnaround_s", *ERRORS),
+    "caraserve": numbers("ttft_s"),
+    "chameleon": at_slo,
     "followers": lambda point: Tally(),
     "host_tier": lambda point: [host_tier.Restore(8, 0, (8, 8, 8, 8), 1)],
-    "order": lambda point: {name: number((point, name)) for name in ORDERED},
-    "routing": lambda point: routing.Means(number(point), 1.0),
-    "scarce": lambda point: scarce.Outcome([number(point)], [number(point)], 1),
-    "symphony": lambda point: symphony.Outcome(number(point), number(point)),
-    "urgent": lambda point: urgent.Outcome(*(number((point, at)) for at in range(3))),
+    "order": numbers("capacity_per_s", "ttft_p50", "ttft_p99", "latency", "class 8"),
+    "routing": numbers("tpot_s", "attainment"),
+    "scarce": numbers("mean_s", "p50_s", "p99_s", "token_s", "disk_bytes"),
+    "symphony": numbers("latency_s", "ttft_s"),
+    "urgent": numbers("urgent_tpot_s", "others_ttft_s", "others_e2e_s"),
 }
 
 
 @pytest.mark.parametrize("command", OUTCOMES)
 def test_a_table_finds_the_figures_that_are_claimed_of_it_and_the_sweeps_that_are_shown(command: str) -> None:
     table = importlib.import_module(f"bench.emulated.{command}").TABLE
-    bench = Bench(table.serve, Formula(OUTCOMES[command]), (1, 2), table.sizes[0])
+    bench = Bench(OUTCOMES[command], (1, 2), table.sizes[0])
     for part in table.parts.values():
         part(bench)
     runs = {table.name: Run(table.name, "", "", "", {}, None, bench.found)}
@@ -104,14 +93,14 @@ def test_a_table_finds_the_figures_that_are_claimed_of_it_and_the_sweeps_that_ar
 def test_loads_within_slo_and_changes_are_over_those_of_the_same_seeds_base() -> None:
     """At the same load what serves has half the tail of base at seed 1 and a third at seed 2; one that knows the future a quarter less than base."""
 
-    def outcome_of(point: chameleon.Point) -> chameleon.Outcome:
+    def outcome_of(point: chameleon.Point) -> dict[str, float]:
         p99_s = slo_s * point.per_s / 8
         if point.arm == chameleon.DEFAULT:
             p99_s /= 1 + point.seed
-        return chameleon.Outcome(0.1, p99_s * (1 - 0.25 * point.arm.loads_are_free))
+        return {"ttft_p50_s": 0.1, "ttft_p99_s": p99_s * (1 - 0.25 * point.arm.loads_are_free)}
 
     slo_s = chameleon.slo_s(chameleon.AMPLE)
-    bench = Bench(chameleon.serve, Formula(outcome_of), (1, 2), 10.0)
+    bench = Bench(outcome_of, (1, 2), 10.0)
     chameleon.main_part(bench)
     found, bound = bench.found, bench.found["parts"]["main"]["bound"]
     assert found["ttft_p99_change"] == {"6": -0.5833, "8": -0.5833, "9": -0.5833}
@@ -142,7 +131,9 @@ def test_orders_are_compared_by_means_over_seeds_and_the_worst_class_that_all_se
 
 
 def test_without_overtaking_every_request_has_the_times_of_vllms_own_queue() -> None:
-    points = (order.Point(name, "heavy tail", False, 30, seed=1) for name in ("vllm", "bounded 0"))
+    none = BoundedSettings(overtaking_share=0.0)
+    orders = ("vllm", lambda num_tokens: Bounded(num_tokens, none))
+    points = (order.Point(each, "heavy tail", False, 30, seed=1) for each in orders)
     stock, own = ([(job.first_token_s, job.ended_s) for job in order.play(point)] for point in points)
     assert own == stock
 
@@ -158,18 +149,13 @@ def test_prompts_and_answers_of_made_traces_go_apart() -> None:
 # -- people who type ---------------------------------------------------------------------------------------------------
 
 
-def talk(monkeypatch: pytest.MonkeyPatch, arm: str, host_bytes: int | None = None) -> EmulatedNode:
-    """Six people with long sessions of short turns, so that little is computed."""
-    chats = Chats(turns=LogNormal(20, 0.5), answers=LogNormal(60, 0.5))
-    monkeypatch.setattr(symphony.Setting, "habits", lambda self, arm: Habits(chats, arm.has_advisories))
-    setting = symphony.SETTING if host_bytes is None else symphony.Setting(host_bytes=host_bytes)
-    return symphony.talk(symphony.Point(arm, 6, 60.0, setting, seed=1))
-
-
 def test_a_session_that_was_announced_is_on_the_device_when_its_request_comes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tiers = talk(monkeypatch, "advised").tiers
+    """Six people with long sessions of short turns, so that little is computed."""
+    chats = Chats(turns=LogNormal(20, 0.5), answers=LogNormal(60, 0.5))
+    monkeypatch.setattr(symphony.Setting, "chats", chats)
+    tiers = symphony.talk(symphony.Point("advised", 6, 60.0, seed=1)).tiers
     assert tiers is not None and tiers.advised["hit"] > 5
     assert tiers.advised["late"] <= tiers.advised["hit"] / 10
 
@@ -191,14 +177,14 @@ def test_sessions_are_as_published() -> None:
 def test_where_memory_is_scarce_who_is_announced_finds_kv_that_others_wait_for() -> None:
     setting = scarce.Setting(device=replace(scarce.TWO_CORES, step_s=0.05))
     none, advised, timed = (scarce.serve(scarce.Point(arm, 40, setting, seed=1)) for arm in scarce.ARMS)
-    assert min(len(none.ttft_s), len(advised.ttft_s)) >= 30
-    assert timed.mean_s <= advised.mean_s < 0.7 * none.mean_s
+    assert min(none["num_counted"], advised["num_counted"]) >= 30
+    assert timed["mean_s"] <= advised["mean_s"] < 0.7 * none["mean_s"]
 
 
 def test_what_nobody_asks_for_is_announced_no_less_and_counted_nowhere() -> None:
     setting = scarce.Setting(device=replace(scarce.TWO_CORES, step_s=0.05), given_up_share=0.6)
     advised = scarce.serve(scarce.Point("advised", 24, setting, seed=1))
-    assert len(advised.ttft_s) >= 18 and advised.disk_bytes > 0
+    assert advised["num_counted"] >= 18 and advised["disk_bytes"] > 0
 
 
 # -- urgent ------------------------------------------------------------------------------------------------------------
@@ -249,9 +235,6 @@ def test_the_host_keeps_its_part_of_a_step_to_the_end_and_no_token_waits_for_the
     assert quick.ended_s < gpu_s + 4 * cost_with(None).step_s((), 1, 10, 64) + 1e-6
 
 
-# -- caches of adapters ------------------------------------------------------------------------------------------------
-
-
 # -- tight memory ------------------------------------------------------------------------------------------------------
 
 FEW = adaptivellm.Setting(num_requests=60)
@@ -270,7 +253,7 @@ def test_lengths_have_the_published_mean_and_fit_host_memory() -> None:
 
 
 def of_cold(arm: str) -> caraserve.Point:
-    return caraserve.Point(caraserve.Traffic(9.0), arm, 3.0, seed=1)
+    return caraserve.Point(arm, 9.0, 0, 3.0, seed=1)
 
 
 def of_cache(arm: chameleon.Arm) -> chameleon.Point:
@@ -313,7 +296,7 @@ def outcome_of(point: Any) -> Any:
 
 @pytest.mark.parametrize(("measure", "less", "more", "times"), LESS_THAN)
 def test_arms_differ_as_they_say(measure: str, less: Any, more: Any, times: float) -> None:
-    assert getattr(outcome_of(less), measure) < times * getattr(outcome_of(more), measure)
+    assert outcome_of(less)[measure] < times * outcome_of(more)[measure]
 
 
 def test_the_same_play_comes_to_the_same_and_another_seed_to_something_else() -> None:

@@ -170,7 +170,7 @@ def test_layers_that_do_not_come_in_time_are_given_up_and_nothing_is_kept_that_w
     others = [BlockKey(bytes([number])) for number in range(100, 103)]
     save = SaveJob(steps.store.begin_save("two", others), [20, 21, 22], [0, 0, 0])
     took_s = steps.step_s(StepMoves(steps.load(is_whole=False).loads, saves=[save]), 0.001)
-    assert steps.tiers.num_held(others) == 0
+    assert steps.store.num_held(others) == 0
     assert took_s == pytest.approx(LAYER_TIMEOUT_S + 0.001)
     assert steps.failed == set(range(len(KEYS))) and steps.tiers.num_failed_loads == len(KEYS)
     steps.store.check_at_rest()

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import lzma
+import random
+import subprocess
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +15,7 @@ from typing import Any
 import pytest
 
 from bench.live.gpu import __main__ as bench
-from bench.live.gpu.kit import NEXT_STEPS, Parts
+from bench.live.gpu.kit import NEXT_STEPS, pack
 from bench.live.gpu.parts import DRY, GPU, Found, told
 from bench.live.peers.play import Answer
 
@@ -86,11 +91,16 @@ def test_the_dry_run_plays_the_same_in_small() -> None:
 
 
 def test_a_kit_is_cut_into_parts(tmp_path: Path) -> None:
-    data = bytes(range(256)) * 10
-    with Parts(tmp_path, 1000) as parts:
-        for start in range(0, len(data), 700):
-            parts.write(data[start : start + 700])
-    assert [path.name for path in parts.paths] == ["part-00", "part-01", "part-02"]
-    assert b"".join(path.read_bytes() for path in parts.paths) == data
-    assert [path.stat().st_size for path in parts.paths] == [1000, 1000, 560]
+    data = random.Random(1).randbytes(2200)
+    (tmp_path / "kit").mkdir()
+    (tmp_path / "kit" / "file").write_bytes(data)
+    parts = pack(tmp_path / "kit", tmp_path, 1000)
+    assert [path.name for path in parts] == ["part-00", "part-01", "part-02"]
+    assert [path.stat().st_size for path in parts[:2]] == [1000, 1000]
+    whole = lzma.decompress(b"".join(path.read_bytes() for path in parts))
+    with tarfile.open(fileobj=io.BytesIO(whole)) as archive:
+        file = archive.extractfile("kit/file")
+        assert file is not None and file.read() == data
+    with pytest.raises(subprocess.CalledProcessError):
+        pack(tmp_path / "none", tmp_path)
     assert "VLLM_USE_FLASHINFER_SAMPLER=0" in NEXT_STEPS and "bench.live.gpu" in NEXT_STEPS

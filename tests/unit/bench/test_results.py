@@ -11,16 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from bench.results.__main__ import SIMULATED, check, write
-from bench.results.claims import (
-    CHAMELEON,
-    CLAIMS,
-    GROUPS,
-    HIGHER,
-    MECHANISMS,
-    RATIO,
-    WITHOUT_NUMBER,
-    Claim,
-)
+from bench.results.claims import CLAIMS, GROUPS, MECHANISMS, WITHOUT_NUMBER, Claim
 from bench.results.lookup import find, rows_of
 from bench.results.page import REACHED, SHORT, UNDECIDED, page
 from bench.results.runs import ROOT, Run, RunError, commit_of, keep, load
@@ -32,9 +23,9 @@ def run(name: str, date: str = "2026-01-01 00:00", **result: Any) -> Run:
     return Run(name, f"python -m {name}", "abc1234", date, {"cpu": "one", "cores": 2}, 60.0, result)
 
 
-def claim(what: str, aim: float, path: str = "gain", better: str = HIGHER, unit: str = RATIO) -> Claim:
+def claim(what: str, aim: float, path: str = "gain", better: str = "higher", unit: str = "ratio") -> Claim:
     return Claim(
-        CHAMELEON,
+        "Chameleon",
         "C1",
         what,
         unit,

@@ -91,6 +91,7 @@ def test_ours_is_no_worse_than_the_rule_and_means_what_it_says(name: str) -> Non
     for seed in (901, 902, 903):
         whole.add(serve(Point(name, seed=seed)))
     result = whole.result()
+    assert 0 < whole.ours.num_foreseen <= whole.num_calls
     assert min(result["precision_vs_trivial"], result["recall_vs_trivial"]) >= 0.99
     assert result["calibration_error"] <= 0.12
 

@@ -9,15 +9,14 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-import aiohttp
-
 from bench.live.robustness import server
 from bench.live.robustness.soak.ledger import Ledger, Reading
-from bench.live.shared.serving import ServerFailed
+from bench.live.shared.serving import samples
 from gateway.settings.config import DEMO_ADAPTERS_DIR
 from gateway.turns.turns import STORE_AGAIN_S
 
 QUIET_TIMEOUT_S = 90.0
+REBUILDS, HELD_BY_CLIENTS = "overture_engine_rebuilds", ("overture_sockets", "overture_turns_running")
 DISK_MIB = 128
 CHANGING = "changing"
 """The adapter that is replaced in its folder, by turns with what these hold."""
@@ -71,7 +70,7 @@ class Server(server.Server):
     def __init__(self, folder: Path, disk: Disk, keys: tuple[str, ...], ledger: Ledger) -> None:
         self._folder, self._adapters = folder, folder / "adapters"
         self.disk, self.ledger, self.num_kills = disk, ledger, 0
-        self._headers = {"Authorization": f"Bearer {keys[0]}"}
+        self._operator_key = keys[0]
         shutil.copytree(DEMO_ADAPTERS_DIR, self._adapters)
         shutil.copytree(self._adapters / CHANGES[0], self._adapters / CHANGING)
         flags = [f"--data-dir={disk.folder}", f"--adapters-dir={self._adapters}", *SIZES]
@@ -86,25 +85,17 @@ class Server(server.Server):
         new.rename(self._adapters / CHANGING)
         shutil.rmtree(old)
 
-    async def figure(self, http: aiohttp.ClientSession, name: str) -> float:
-        """A value of `/metrics`."""
-        async with http.get(f"{self.url}/metrics", headers=self._headers) as reply:
-            for line in (await reply.text()).splitlines():
-                if line.startswith(name + " "):
-                    return float(line.split()[-1])
-        return 0.0
+    def figure(self, name: str) -> float:
+        """Return a value of `/metrics`."""
+        return sum(each.value for each in samples(self.url, name, self._operator_key))
 
     async def break_engine(self) -> None:
         """Have a step fail; return when another engine was built in place of the dead one. Raises ServerFailed."""
-        async with aiohttp.ClientSession() as http:
-            before = await self.figure(http, "overture_engine_rebuilds")
-            self.ledger.disturb("engine")
-            self.break_step()
-            deadline_s = time.monotonic() + server.START_TIMEOUT_S
-            while await self.figure(http, "overture_engine_rebuilds") <= before:
-                if time.monotonic() > deadline_s:
-                    raise ServerFailed(f"no engine was rebuilt:\n{self.running.log_tail()}")
-                await asyncio.sleep(0.1)
+        before = await asyncio.to_thread(self.figure, REBUILDS)
+        self.ledger.disturb("engine")
+        self.break_step()
+        is_rebuilt: Callable[[], bool] = lambda: self.figure(REBUILDS) > before  # noqa: E731
+        await asyncio.to_thread(self.running.wait, is_rebuilt, server.START_TIMEOUT_S)
         await self.until_ready()
         self.ledger.mend("engine", time.monotonic())
         self.num_kills += 1
@@ -129,13 +120,7 @@ class Server(server.Server):
 
     async def at_rest(self) -> Reading:
         """Return what the process holds once the last client has left and the last answer has ended. Raises ServerFailed."""
-        deadline_s = time.monotonic() + QUIET_TIMEOUT_S
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http:
-            while await self.figure(http, "overture_sockets") or await self.figure(
-                http, "overture_turns_running"
-            ):
-                if time.monotonic() > deadline_s:
-                    raise ServerFailed("sockets or turns are left although every client has gone")
-                await asyncio.sleep(0.1)
+        is_quiet: Callable[[], bool] = lambda: not any(map(self.figure, HELD_BY_CLIENTS))  # noqa: E731
+        await asyncio.to_thread(self.running.wait, is_quiet, QUIET_TIMEOUT_S)
         await asyncio.sleep(1.0)  # transports are closed one loop cycle after their sockets
         return Reading(*await self.held(), self.num_kills)
