@@ -159,14 +159,14 @@ def site(stage: Stage) -> Site:
 # ---------------------------------------------------------------------------------------------------------- the browser
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def playwright() -> Iterator[Playwright]:
-    """Per module, not per session: while it is open, its event loop keeps asyncio tests of other folders from running."""
+    """Of this folder, not of the session: while it is open, its event loop keeps asyncio tests of other folders from running."""
     with sync_playwright() as instance:
         yield instance
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser(playwright: Playwright) -> Iterator[Browser]:
     browser = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_ARGS)
     yield browser

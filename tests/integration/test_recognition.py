@@ -102,9 +102,10 @@ async def responses_loop(server: Server, *, stream: bool, store: bool = False) -
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("loop", [chat_loop, messages_loop, responses_loop, stored_responses_loop])
-async def test_each_loop_is_one_session_whose_return_is_announced(
+async def test_each_loop_is_one_session_whose_return_is_announced_and_is_shown_as_a_run(
     server: Server, http: Http, loop: Any, stream: bool
 ) -> None:
+    """With what became of its prompts' KV, also where the client asks for no usage: the node tells the gateway."""
     services = server.services
     sessions = await (await http.get("/api/sessions")).json()
     before, known = Counter(services.recognition.counts), len(services.recognition.conversations)
@@ -121,6 +122,12 @@ async def test_each_loop_is_one_session_whose_return_is_announced(
     assert (await (await http.get("/api/sessions")).json() == sessions) != is_stored, "nothing else is stored"
     state = await (await http.get("/v1/engine/state")).json()
     assert state["calls_by_session"]["continued"] == services.recognition.counts["continued"]
+    run = state["runs"][0]
+    assert run["session_id"] == trail.session_id and run["state"] == "rests"
+    assert (run["num_turns"], run["num_pauses"]) == (2, 1) and 0 < run["pause_s"] < run["age_s"] + 0.1
+    assert run["tokens"]["stayed"] > 0 and run["tokens"]["new"] + run["tokens"]["recomputed"] > 0
+    told = await (await http.get("/metrics")).text()
+    assert 'overture_agent_run_tokens_total{outcome="stayed"}' in told
 
 
 async def test_a_reply_says_which_session_its_call_was_found_to_be_part_of(http: Http) -> None:
@@ -134,21 +141,6 @@ async def test_a_reply_says_which_session_its_call_was_found_to_be_part_of(http:
     async with http.post(CHAT, json=body, headers={"X-Session-Id": "named"}) as reply:
         found.append(reply.headers["X-Overture-Session"])
     assert found[0].startswith("auto-") and len(set(found)) == 3 and found[2] == "named"
-
-
-@pytest.mark.parametrize("loop", [chat_loop, messages_loop, responses_loop])
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_loop_is_shown_as_a_run_with_what_became_of_its_prompts_kv(
-    server: Server, http: Http, loop: Any, stream: bool
-) -> None:
-    """Also where the client asks for no usage: the node tells the gateway."""
-    await loop(server, stream=stream)
-    run = (await (await http.get("/v1/engine/state")).json())["runs"][0]
-    assert run["session_id"].startswith("auto-") and run["state"] == "rests"
-    assert (run["num_turns"], run["num_pauses"]) == (2, 1) and 0 < run["pause_s"] < run["age_s"] + 0.1
-    assert run["tokens"]["stayed"] > 0 and run["tokens"]["new"] + run["tokens"]["recomputed"] > 0
-    told = await (await http.get("/metrics")).text()
-    assert 'overture_agent_run_tokens_total{outcome="stayed"}' in told
 
 
 async def test_a_helper_is_known_to_the_engine_and_shown_with_its_caller(

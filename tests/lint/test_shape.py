@@ -1,7 +1,4 @@
-"""The shape of the code: no circle of files, and nothing that is too long to be read at a sitting.
-
-What is still too long, or still in a circle, is listed below by name. The lists are exact: what is mended must leave them, so they can only shrink.
-"""
+"""The shape of the code: no circle of files, and nothing that is too long to be read at a sitting."""
 
 import ast
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,9 +10,6 @@ from .sources import ROOT, nodes_of
 PACKAGES = ("gateway", "engine_bridge", "kvtiers", "bench")
 # Lines that one thing may have. Chosen: a function is read on a screen, a class and a file at a sitting.
 LIMITS = {"function": 60, "class": 450, "file": 600}
-
-TOO_LONG: set[str] = set()
-CIRCLES: set[tuple[str, ...]] = set()
 
 
 @pytest.fixture(scope="module")
@@ -93,12 +87,12 @@ def _reached(graph: Mapping[str, set[str]], start: str) -> set[str]:
     return found
 
 
-def test_nothing_is_too_long_but_what_is_listed(sources: dict[str, str]) -> None:
-    assert too_long(sources) == TOO_LONG
+def test_nothing_is_too_long(sources: dict[str, str]) -> None:
+    assert not too_long(sources)
 
 
-def test_no_files_import_each_other_in_a_circle_but_those_listed(sources: dict[str, str]) -> None:
-    assert circles(imports(sources)) == CIRCLES
+def test_no_files_import_each_other_in_a_circle(sources: dict[str, str]) -> None:
+    assert not circles(imports(sources))
 
 
 def test_an_import_counts_wherever_it_stands() -> None:

@@ -88,39 +88,16 @@ def header(path: pathlib.Path) -> dict:
     return head
 
 
-def shipped() -> list[pathlib.Path]:
-    """The model's and the adapters' files."""
-    return [p for part in ("model", "adapters") for p in (DEMO / part).rglob("*") if p.is_file()]
-
-
-def test_model_is_a_plain_llama_in_bfloat16():
+def test_the_model_is_a_plain_llama_and_all_weights_are_in_bfloat16():
     config = json.loads((DEMO / "model" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["head_dim"] == 64
     assert config["max_position_embeddings"] == 4096
-    tensors = header(DEMO / "model" / "model.safetensors")
-    assert {t["dtype"] for t in tensors.values()} == {"BF16"}
-    assert tensors["model.embed_tokens.weight"]["shape"] == [config["vocab_size"], config["hidden_size"]]
-
-
-@pytest.mark.parametrize("name, rank", STYLES.items())
-def test_adapter_has_the_rank_it_names(name, rank):
-    folder = DEMO / "adapters" / name
-    config = json.loads((folder / "adapter_config.json").read_text())
-    assert config["r"] == rank
-    assert config["peft_type"] == "LORA"
-    tensors = header(folder / "adapter_model.safetensors")
-    layers = json.loads((DEMO / "model" / "config.json").read_text())["num_hidden_layers"]
-    assert len(tensors) == layers * len(config["target_modules"]) * 2
-    for key, tensor in tensors.items():
-        match = re.fullmatch(
-            r"base_model\.model\.model\.layers\.\d+\.(?:self_attn|mlp)\.(\w+_proj)"
-            r"\.lora_([AB])\.weight",
-            key,
-        )
-        assert match and match[1] in config["target_modules"]
-        assert tensor["shape"][0 if match[2] == "A" else 1] == rank
-        assert tensor["dtype"] == "BF16"
+    found = {path.parent.name: header(path) for path in DEMO.glob("*/**/*.safetensors")}
+    assert found.keys() == {"model", *STYLES}
+    assert {t["dtype"] for tensors in found.values() for t in tensors.values()} == {"BF16"}
+    embeddings = found["model"]["model.embed_tokens.weight"]
+    assert embeddings["shape"] == [config["vocab_size"], config["hidden_size"]]
 
 
 # ------------------------------------------------------------------ chat template

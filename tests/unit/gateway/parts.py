@@ -57,8 +57,8 @@ async def passes(seconds: float) -> None:
 class Clock:
     """Seconds that pass when told to."""
 
-    def __init__(self) -> None:
-        self.now_s = 1000.0
+    def __init__(self, now_s: float = 1000.0) -> None:
+        self.now_s = now_s
 
     def __call__(self) -> float:
         return self.now_s

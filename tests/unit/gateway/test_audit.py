@@ -14,9 +14,9 @@ from gateway.access.key_file import key_file_line, owner_of
 from gateway.people.audit import REFUSED_BURST, REFUSED_BURST_OF_ALL, REFUSED_PER_S, AuditLog, Entry
 
 from .front import Gateway, Gateways
-from .parts import until
+from .parts import Clock, until
 from .test_access import KEY, OTHER, key_file
-from .test_usage import Calendar
+from .test_usage import NOON
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -30,7 +30,7 @@ async def written(gateway: Gateway, folder: Path) -> list[dict[str, Any]]:
 
 
 async def test_strangers_write_a_few_lines_a_minute_and_what_was_left_out_is_counted(tmp_path: Path) -> None:
-    clock = Calendar()
+    clock = Clock(NOON)
     audit = AuditLog(tmp_path / "audit.jsonl", clock)
     for _ in range(1000):
         audit.refused("192.0.2.1", "wrong")

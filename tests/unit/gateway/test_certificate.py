@@ -8,6 +8,7 @@ import ssl
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -86,13 +87,21 @@ def test_a_chain_in_the_wrong_order_is_said(tmp_path: Path) -> None:
         Certificate(chain, Path(own.key))
 
 
+def locked(used: Trust) -> bytes:
+    """Its key, with a passphrase."""
+    how = Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")
+    return load_pem_private_key(Path(used.key).read_bytes(), None).private_bytes(*how)
+
+
+def run(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """In a process of a session of its own."""
+    settings = {"stderr": subprocess.PIPE, "start_new_session": True, "timeout": 20, "text": True}
+    return subprocess.run([sys.executable, "-c", code], **settings | options)
+
+
 def test_a_key_with_a_passphrase_is_refused_and_no_terminal_asked_for_it(tmp_path: Path) -> None:
     """Neither at the start of a service, which has none, nor in a renewal: the terminal of a server that runs belongs to somebody else."""
     used = certified(tmp_path, "used", "127.0.0.1")
-    plain = Path(used.key).read_bytes()
-    locked = load_pem_private_key(plain, None).private_bytes(
-        Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")
-    )
     code = (
         "import os, sys\nfrom pathlib import Path\n"
         "from engine_bridge.cluster.trust import Trust\n"
@@ -100,21 +109,14 @@ def test_a_key_with_a_passphrase_is_refused_and_no_terminal_asked_for_it(tmp_pat
         "terminal = os.open(os.ttyname(0), os.O_RDWR)\n"  # belongs to this process now
         f"cert, key = Path({used.cert!r}), Path({used.key!r})\n"
         "certificate = Certificate(cert, key)\n"
-        f"key.write_bytes({locked!r})\n"
+        f"key.write_bytes({locked(used)!r})\n"
         "os.dup2(os.open(os.devnull, os.O_RDONLY), 0)\n"
         "for work in (certificate.look, lambda: Certificate(cert, key), Trust(token=b't', cert=str(cert), key=str(key)).client_tls):\n"
         "    try: work()\n"
         "    except Exception as error: print(error, file=sys.stderr)\n"
     )
     ours, its = pty.openpty()
-    asked = subprocess.run(
-        [sys.executable, "-c", code],
-        stdin=its,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        timeout=20,
-        text=True,
-    )
+    asked = run(code, stdin=its)
     os.close(its)
     os.close(ours)
     assert asked.stderr.count("has a passphrase") == 3, asked.stderr
@@ -123,24 +125,13 @@ def test_a_key_with_a_passphrase_is_refused_and_no_terminal_asked_for_it(tmp_pat
 def test_a_passphrase_is_read_from_a_pipe_where_there_is_no_terminal(tmp_path: Path) -> None:
     """As `vllm serve` does: `pass show key | overture serve …` in a container."""
     used = certified(tmp_path, "used", "127.0.0.1")
-    Path(used.key).write_bytes(
-        load_pem_private_key(Path(used.key).read_bytes(), None).private_bytes(
-            Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")
-        )
-    )
+    Path(used.key).write_bytes(locked(used))
     code = (
         "from pathlib import Path\nfrom gateway.doors.http.certificate import Certificate\n"
         f"Certificate(Path({used.cert!r}), Path({used.key!r}))"
     )
     for said, fits in (("secret\n", True), ("another\n", False), ("", False)):
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            input=said,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            timeout=20,
-            text=True,
-        )
+        done = run(code, input=said)
         assert (done.returncode == 0) is fits, done.stderr
         assert fits or "StartupError" in done.stderr
 

@@ -13,17 +13,14 @@ import uvloop
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from multidict import CIMultiDict
-from prometheus_client import CollectorRegistry
 
 from gateway.access.key_file import key_file_line, owner_of
-from gateway.app import Server, build_app, build_services
+from gateway.app import build_app
 from gateway.errors import GatewayError
-from gateway.metrics.metrics import Metrics
 from gateway.people.named_by_proxy import TrustedHeader
 from gateway.people.sign_ins import COOKIE
 from gateway.settings.config import Config
 
-from .fake_node import FakeNode
 from .front import Gateway, Gateways, bearer
 from .test_access import KEY, OTHER, key_file, old_line
 from .test_audit import written
@@ -133,23 +130,14 @@ def hang_up_after(port: int, request: bytes) -> None:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-def test_a_client_that_hangs_up_is_not_taken_for_a_proxy(tmp_path: Path) -> None:
+async def test_a_client_that_hangs_up_is_not_taken_for_a_proxy(gateway: Gateway) -> None:
     """On uvloop, which servers run on, its connection has no address, as one of a Unix socket has none."""
-    keys = key_file(tmp_path, key_file_line("ada", KEY, is_operator=True))
-
-    async def whom_it_added() -> list[str]:
-        node: Any = FakeNode()
-        config = Config(port=0, data_dir=tmp_path / "data", api_key_file=keys, trusted_user_header=HEADER)
-        services = await build_services(config, node=node, metrics=Metrics(CollectorRegistry()))
-        async with Server(services) as server:
-            body = b'{"name": "mallory", "role": "operator"}'
-            head = f"POST {ADMIN} HTTP/1.1\r\nHost: a\r\n{HEADER}: ada\r\nContent-Length: {len(body)}\r\n\r\n"
-            hang_up_after(server.port, head.encode() + body)  # before the server's loop can look at it
-            async with aiohttp.ClientSession(server.url, headers=bearer(KEY)) as http:
-                people = (await (await http.get(ADMIN)).json())["people"]
-            return [person["name"] for person in people]
-
-    assert uvloop.run(whom_it_added()) == ["ada"]
+    assert isinstance(asyncio.get_running_loop(), uvloop.Loop)
+    body = b'{"name": "mallory", "role": "operator"}'
+    head = f"POST {ADMIN} HTTP/1.1\r\nHost: a\r\n{HEADER}: ada\r\nContent-Length: {len(body)}\r\n\r\n"
+    hang_up_after(gateway.server.port, head.encode() + body)  # before the server's loop can look at it
+    people = (await gateway.call("GET", ADMIN, key=KEY)).body["people"]
+    assert [person["name"] for person in people] == ["ada", "bob"]
 
 
 async def test_a_client_that_comes_past_the_proxy_is_nobody(gateway: Gateway) -> None:

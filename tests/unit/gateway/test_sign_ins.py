@@ -15,10 +15,10 @@ from gateway.people.ledger import Ledger
 from gateway.people.sign_ins import COOKIE, LINK_LASTS_S, MAX_SESSIONS, SESSION_LASTS_S, SignIns
 
 from .front import Gateway, Gateways, Reply
-from .parts import refused
+from .parts import Clock, refused
 from .test_access import KEY, OTHER, key_file, ring_of
 from .test_audit import written
-from .test_usage import Calendar
+from .test_usage import NOON
 
 ADMIN = "/v1/admin/people"
 BOB = owner_of(OTHER)
@@ -209,7 +209,7 @@ async def test_a_link_of_a_disabled_person_and_a_large_body_are_refused(
 
 
 async def test_sign_ins_outlive_a_restart_and_grow_old(tmp_path: Path) -> None:
-    clock = Calendar()
+    clock = Clock(NOON)
     keys = await asyncio.to_thread(ring_of, tmp_path, key_file_line("bob", OTHER))
     ledger = await asyncio.to_thread(Ledger.open, tmp_path / "people.sqlite3")
     sign_ins = SignIns(ledger, keys, clock)

@@ -16,19 +16,10 @@ from gateway.people.ledger import Day, Ledger, Spent
 from gateway.people.usage import DAY_S, Usage, num_chars_of, spent_on
 
 from .front import Gateway, Gateways
+from .parts import Clock
 from .test_access import KEY, OTHER, Counted, old_line
 
 NOON = dt.datetime(2026, 11, 29, 12, tzinfo=dt.UTC).timestamp()
-
-
-class Calendar:
-    """Seconds since the epoch that pass when told to."""
-
-    def __init__(self) -> None:
-        self.now_s = NOON
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 async def usage_in(folder: Path, keys: KeyRing | None = None, **options: Any) -> Usage:
@@ -39,7 +30,7 @@ async def usage_in(folder: Path, keys: KeyRing | None = None, **options: Any) ->
 
 
 async def test_tokens_of_a_day_are_limited_over_a_restart_and_the_next_day_is_new(tmp_path: Path) -> None:
-    clock = Calendar()
+    clock = Clock(NOON)
     usage = await usage_in(tmp_path, max_tokens_per_day=100, clock=clock)
     usage.add("ada", Spent(1, 40, 50))
     usage.check("ada")
@@ -66,7 +57,7 @@ async def test_tokens_of_a_day_are_limited_over_a_restart_and_the_next_day_is_ne
 
 
 async def test_a_clock_that_jumps_forward_and_back_gives_nobody_a_second_day(tmp_path: Path) -> None:
-    clock = Calendar()
+    clock = Clock(NOON)
     usage = await usage_in(tmp_path, max_tokens_per_day=100, clock=clock)
     usage.add("ada", Spent(1, 40, 80))
     clock.now_s += 400 * DAY_S
