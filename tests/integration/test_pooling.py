@@ -232,7 +232,7 @@ async def test_the_chat_model_comes_first_and_each_model_refuses_the_others_call
 async def test_the_route_answers_as_the_document_says_whatever_is_sent(embedder: Server) -> None:
     target, tally = Target(embedder.url, KEYS[1]), Tally()
     paths = [word for path in (EMBEDDINGS, RERANK, SCORE) for word in ("--include-path", path)]
-    step = Round("embeddings", 20, "examples,coverage,fuzzing", tuple(paths))
+    step = Round("embeddings", 10, "examples,coverage,fuzzing", tuple(paths))
     tally.add_report(await asyncio.to_thread(run_round, target, step, 1))
     seen = await asyncio.to_thread(counted, target)
     assert all(seen[path, status] for path in (EMBEDDINGS, RERANK, SCORE) for status in (200, 400))
