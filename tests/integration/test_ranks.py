@@ -17,6 +17,7 @@ import pytest_asyncio
 
 from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.driver.ranks.starting import RankKilled
+from engine_bridge.driver.vllm_api import start
 from engine_bridge.local_node import LocalNode
 from engine_bridge.protocol.errors import EngineUnavailable
 
@@ -65,6 +66,7 @@ async def split(whole: object, tmp_path_factory: pytest.TempPathFactory) -> Asyn
     tiers = KvTiers(
         TiersConfig(host_bytes=64 << 20, disk_bytes=256 << 20, folder=folder), policy=WaitsForTheDisk()
     )
+    start._moved.cache_clear()  # as in a process that has built no engine yet
     async with engine(tiers, tensor_parallel_size=2, max_loras=2, **SETTINGS) as node:
         pids = ranks()
         assert len(pids) == 2
@@ -74,6 +76,12 @@ async def split(whole: object, tmp_path_factory: pytest.TempPathFactory) -> Asyn
     assert [child.exitcode for child in ending] == [0, 0], (
         "they have ended in time, so that nothing killed them"
     )
+
+
+async def test_what_starts_ranks_in_the_place_of_vllms_is_not_taken_for_a_vllm_that_has_moved(
+    split: Split,
+) -> None:
+    assert not await split.node.run_on_engine(lambda driver: driver._off)
 
 
 async def test_tokens_are_those_of_one_process_from_every_tier(

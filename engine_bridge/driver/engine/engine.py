@@ -93,6 +93,9 @@ class VllmDriver:
         self._copy_of = copy_of
         self._traces = traces
         try:
+            report("importing vLLM")
+            # Before anything of ours that starts ranks stands in vLLM's places, which would be taken for a vLLM that has moved.
+            self._off = start.engine_off(config.device)
             has_ranks = config.tensor_parallel_size > 1
             with ranks_starting(is_quiet=logs_as_usual()) if has_ranks else nullcontext():
                 self._build(config, adapters, report, wake)
@@ -153,8 +156,6 @@ class VllmDriver:
     def _build_engine(self, config: EngineConfig, report: Callable[[str], None]) -> EngineConfig:
         """Build vLLM's engine, after a check of what the model can have. Returns the settings without features that turn out to be off."""
         tiers = self._tiers
-        report("importing vLLM")
-        self._off = start.engine_off(config.device)
         config = start.without(config, self._off)
         if self._off & {KV_TIERS, CUDA_COPIES}:
             self._tiers = tiers = None
