@@ -193,7 +193,6 @@ class SmallCluster:
         self, nodes: Sequence[SmallNode], policy: RoutingPolicy, ranks: Sequence[int], answer_tokens: int
     ) -> None:
         self.nodes, self.policy = nodes, policy
-
         self._ranks, self._answer_tokens = ranks, answer_tokens
         self._by_id = {str(at): node for at, node in enumerate(nodes)}
         self._reported: dict[str, tuple[int, NodeFacts]] = {}
@@ -209,7 +208,6 @@ class SmallCluster:
         route = self.policy.route(estimate, self.facts())
         if route.node_id is None:
             raise RuntimeError(f"no node for {arrival.request_id}: {route.reason}")
-
         self._by_id[route.node_id].submit(arrival)
 
     def facts(self) -> list[NodeFacts]:

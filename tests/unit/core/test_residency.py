@@ -69,6 +69,13 @@ def keep_copy(places: AdapterPlaces, adapter_id: int) -> None:
     places.table.leave_host(places.table[adapter_id])
 
 
+def test_who_is_to_make_room_for_another_one_has_none_itself() -> None:
+    places = make(step_room=SIZE)
+    assert places.has_room(1, NOBODY) and places.has_room(1, {1}) and not places.has_room(2, {1})
+    places.turns.last = frozenset({1})
+    assert places.has_room(2, NOBODY) and not places.has_room(1, NOBODY)
+
+
 def test_who_has_no_room_beside_the_pinned_ones_is_refused_and_others_wait() -> None:
     places = make(host_bytes=2 * SIZE)
     for adapter_id in (1, 2):

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from engine_bridge.driver.corrections import cpu_layers
+from engine_bridge.driver.engine import worker_parts
 
 NUM_TOKENS, NUM_HEADS, SIZE = 7, 4, 64
 NUM_EXPERTS, TOP_K = 8, 3
@@ -110,3 +111,18 @@ def test_each_part_of_vllm_s_is_replaced_once():
         return *ours, _custom_ops.rotary_embedding, _custom_ops.causal_conv1d_fwd_cpu
 
     assert install() == install()
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_all_corrections_are_put_in_place_but_those_that_are_off_or_for_another_device(monkeypatch, on_cpu):
+    everywhere, for_cpus = worker_parts._EVERYWHERE, worker_parts._ON_CPU
+    found, expected = set(), {*everywhere, *(for_cpus if on_cpu else ())}
+    for table in (everywhere, for_cpus):
+        for feature in table:
+            monkeypatch.setitem(table, feature, lambda feature=feature: found.add(feature))
+    worker_parts.install(frozenset(), on_cpu=on_cpu, has_adapters=False)
+    assert found == expected
+    for feature in expected:
+        found.clear()
+        worker_parts.install(frozenset({feature}), on_cpu=on_cpu, has_adapters=False)
+        assert found == expected - {feature}
