@@ -16,7 +16,14 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
-from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    BertTokenizerFast,
+)
 
 from bench.fuzz.api import Round, Tally, Target, counted, run_round
 from bench.live.correct.checkpoints import folder_of
@@ -41,11 +48,19 @@ def tiny() -> Path:
 
 
 def scorer_in(folder: Path) -> Path:
-    """The same with a head that makes one number of two texts."""
-    model = AutoModelForSequenceClassification.from_pretrained(tiny(), num_labels=1, pad_token_id=0)
-    torch.nn.init.normal_(model.score.weight, std=0.05, generator=torch.Generator().manual_seed(1))
+    """A tiny model of BERT's kind, as most rerankers are, whose vocabulary is the letters."""
+    signs = [chr(code) for code in range(33, 127)]
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *signs, *(f"##{sign}" for sign in signs)]
+    (folder / "vocab.txt").write_text("\n".join(words))
+    BertTokenizerFast(str(folder / "vocab.txt"), model_max_length=512).save_pretrained(folder / SCORER)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        model = BertForSequenceClassification(BertConfig(vocab_size=len(words), num_labels=1, **sizes))
+        for name, weights in model.named_parameters():
+            if name.endswith("weight") and weights.dim() == 2:
+                torch.nn.init.normal_(weights, std=0.3)
     model.save_pretrained(folder / SCORER)
-    AutoTokenizer.from_pretrained(tiny()).save_pretrained(folder / SCORER)
     return folder / SCORER
 
 
@@ -136,12 +151,13 @@ async def test_the_sdk_gets_what_transformers_computes(api: Any, embedder: Serve
 
 
 def scores_by_transformers(folder: str) -> tuple[list[list[int]], list[float]]:
-    """The token ids of the query with each text, and what the model's head makes of the last one, between 0 and 1."""
+    """The token ids of the query with each text, and what the model's head makes of both, between 0 and 1."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder).float()
-    ids = [tokenizer(QUERY["query"], text_pair=text)["input_ids"] for text in QUERY["documents"]]
+    pairs = [tokenizer(QUERY["query"], text, return_tensors="pt") for text in QUERY["documents"]]
     with torch.inference_mode():
-        return ids, [torch.sigmoid(model(torch.tensor([each])).logits).item() for each in ids]
+        scores = [torch.sigmoid(model(**pair).logits).item() for pair in pairs]
+    return [pair["input_ids"][0].tolist() for pair in pairs], scores
 
 
 async def test_texts_are_ordered_by_the_scores_that_transformers_computes(
@@ -190,20 +206,35 @@ async def test_without_a_model_for_scores_the_embedding_model_compares_embedding
         (RERANK, {"query": 1, "documents": ["a"]}, "query"),
         (RERANK, {"query": "a", "documents": ["a"] * 2049}, "max_embedding_inputs"),
         (RERANK, {"query": "a " * 2_000_000, "documents": ["a"]}, "max_prompt_chars"),
-        (RERANK, {"query": "a", "documents": ["b " * 5_000]}, "context length"),
+        (RERANK, {"query": "a", "documents": ["b " * 1_000]}, "context length"),
         (RERANK, {"query": "a", "documents": [{"content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/"}}]}]}, "texts only"),
         (RERANK, {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
         (SCORE, {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, ""),
+        (RERANK, {"query": "a " * 600, "documents": ["b"], "max_tokens_per_doc": 2}, "context length is 512"),
+        (RERANK, {"query": "a" * 8_192, "documents": ["b"] * 2048}, "max_body_bytes"),
+        (RERANK, {"query": "a", "documents": ["b"] * 2048, "padding": "max_length"}, "max_body_bytes"),
+        (EMBEDDINGS, {"input": ["b"] * 2048, "padding": "max_length"}, "max_body_bytes"),
+        (RERANK, {"query": "a", "documents": [{"text": "b"}]}, "as a string"),
         (SCORE, {"text_1": "a"}, "missing"),
         (SCORE, [], ""),
     ],
-    ids=range(11),
+    ids=range(16),
 )  # fmt: skip
 async def test_what_is_wrong_with_a_call_for_scores_is_said(
     path: str, body: Any, word: str, caller: Http
 ) -> None:
     error = (await told(caller.post(path, json=body), 400))["error"]
     assert error["type"] == "invalid_request_error" and word in error["message"] + str(error["param"])
+
+
+async def test_a_refused_call_leaves_off_reading_its_other_texts(caller: Http, embedder: Server) -> None:
+    """One thread reads the texts of all calls: others would wait for them."""
+    process = psutil.Process(embedder.services.reranker._process.pid)
+    too_long = {"query": "a " * 4_000, "documents": ["b"] * 2_000}
+    await told(caller.post(RERANK, json=too_long), 400)
+    before_s = process.cpu_times().user
+    await told(caller.post(RERANK, json=QUERY))
+    assert process.cpu_times().user - before_s < 1
 
 
 async def test_the_chat_model_comes_first_and_each_model_refuses_the_others_calls(

@@ -15,7 +15,8 @@ TEMPLATE_MESSAGE: Final = (
     "`chat_template_kwargs`: the chat template of this model cannot work with these arguments."
 )
 # Fields that hold several values and are examined separately, or on which no code fails: texts and switches.
-_LOOKED_AT: Final = frozenset({"messages", "input", "tools", "chat_template_kwargs"})
+_LISTS: Final = ("messages", "input", "documents", "queries", "items", "data_1", "data_2", "text_1", "text_2")
+_LOOKED_AT: Final = frozenset({*_LISTS, "tools", "chat_template_kwargs"})
 _HARMLESS: Final = frozenset({"stop", "stop_sequences", "stream_options", "metadata"})
 # Small objects of a few words, which vLLM's request classes know in full.
 _CHOICES: Final = frozenset({"tool_choice", "thinking", "reasoning"})
@@ -76,8 +77,8 @@ def _schema_message(name: str, error: SchemaError) -> str:
 
 
 def _messages(body: dict[str, Any]) -> list[Any]:
-    """Return the conversation, in any of the APIs' forms."""
-    found = [body.get(name) for name in ("messages", "input")]
+    """Return the conversation, in any of the APIs' forms, or the texts of a call for embeddings or scores."""
+    found = [body.get(name) for name in _LISTS]
     return [message for each in found if isinstance(each, list) for message in each]
 
 
@@ -111,8 +112,8 @@ def _is_plain_value(value: Any) -> bool:
 
 
 def _is_plain_message(message: Any) -> bool:
-    if not isinstance(message, dict):
-        return isinstance(message, str)
+    if not isinstance(message, dict):  # a text, a token id, or the ids of a text
+        return all(map(_is_plain_value, message if isinstance(message, list) else [message]))
     return all(
         name in _TEXTS and (_is_plain_text(value) if name == "content" else isinstance(value, str))
         for name, value in message.items()

@@ -7,7 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,14 +34,17 @@ from engine_bridge.protocol.node import Api, JsonReply
 
 # Chosen: 2,048 embeddings of 1,024 numbers take 44 MiB; a frame between the processes holds 256.
 MOST_REPLY_BYTES = 128 << 20
+# The text of the tokenizers library, where a text is to be cut (max_tokens_per_doc) and its query alone is too long.
+NO_ROOM = "Sequence to truncate too short"
 
 
 @dataclass(slots=True)
 class Call:
-    """A call under way. num_tokens: of the prompts that its answer took."""
+    """A call under way. num_tokens: of the prompts that its answer took. reading: its prompts that are split into tokens, or wait for that."""
 
     tenant: str
     num_tokens: int = 0
+    reading: list[asyncio.Future[Any]] = field(default_factory=list)
 
 
 _CALL: ContextVar[Call] = ContextVar("call")
@@ -125,6 +128,7 @@ class PoolingServing:
         models = OpenAIServingModels(client, [BaseModelPath(name=model_name, model_path=model_path)])
         options: dict[str, Any] = {"request_logger": None, "chat_template_config": ChatTemplateConfig()}
         self._calls: dict[str, tuple[Any, Any]] = {}
+        self._max_model_len = client.model_config.max_model_len
         if "embed" in tasks:
             embeddings = ServingEmbedding(client, models, **options)
             self._calls["embeddings"] = EmbeddingCompletionRequest, embeddings
@@ -134,6 +138,8 @@ class PoolingServing:
                 client, models, supported_tasks=tasks, enable_flash_late_interaction=False, **options
             )
             self._calls |= {"rerank": (RerankRequest, scores), "score": (ScoreBody, scores)}
+        for _, answer in self._calls.values():
+            note_reading(answer.io_processor)
 
     async def serve(self, api: Api, body: Any, headers: Mapping[str, str], tenant: str) -> JsonReply:
         """Answer one call. A faulty call gets a reply that says the fault."""
@@ -148,7 +154,30 @@ class PoolingServing:
         except Rejected as rejected:
             return error_reply(rejected.response, is_anthropic=False)
         except Exception as error:
+            if NO_ROOM in str(error):
+                length = self._max_model_len
+                error = InvalidRequest(
+                    f"The query leaves no room for a text: this model's maximum context length is {length:,} tokens."
+                )
             return error_reply(as_unusable(error, body), is_anthropic=False)
+        finally:
+            for prompt in call.reading:
+                prompt.cancel()
+
+
+def note_reading(processor: Any) -> None:
+    """Have a processor of vLLM's note what it reads in `Call.reading`.
+
+    One thread reads the prompts of all calls, and vLLM has it go on with those of a call that was refused for one of them.
+    """
+    read = processor.render_async
+
+    def render_async(prompt: Any) -> asyncio.Future[Any]:
+        future: asyncio.Future[Any] = read(prompt)
+        _CALL.get().reading.append(future)
+        return future
+
+    processor.render_async = render_async
 
 
 def _bounded(body: bytes) -> bytes:

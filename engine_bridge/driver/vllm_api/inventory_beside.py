@@ -14,8 +14,13 @@ vllm.renderers.chat_utils:ChatTemplateConfig EMBEDDINGS
     call __init__()
 vllm.entrypoints.pooling.base.serving:PoolingBaseServing EMBEDDINGS
     call __call__(request, raw_request)
-    look up in __call__: _prepare_generators
+    look up in __call__: _preprocessing _prepare_generators
+    look up in _preprocessing: render_async
     look up in _prepare_generators: encode
+vllm.entrypoints.pooling.base.serving:PoolingServing EMBEDDINGS
+    read io_processor
+vllm.entrypoints.pooling.base.io_processor:PoolingIOProcessor EMBEDDINGS
+    write render_async
 vllm.entrypoints.pooling.embed.serving:ServingEmbedding EMBEDDINGS
     call __init__(engine_client, models, *, request_logger, chat_template_config)
 vllm.entrypoints.pooling.scoring.serving:ServingScores EMBEDDINGS

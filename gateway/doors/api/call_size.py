@@ -43,19 +43,28 @@ _INPUTS = {"embeddings": ("input",), "rerank": ("query", "documents")}
 _SCORED = ("queries", "documents", "items", "data_1", "data_2", "text_1", "text_2")
 
 
-def check_inputs(api: Api, body: Any, *, max_inputs: int, max_chars: int) -> None:
+def check_inputs(api: Api, body: Any, *, max_inputs: int, max_chars: int, max_all_chars: int) -> None:
     """Raise InvalidRequest for a call for embeddings or scores with too many inputs, or with one too long (`max_chars`) to be split into tokens.
 
     Malformed fields are left for vLLM to explain, but for the form of the reply: it is JSON.
+
+    Args:
+        api: the call's.
+        body: its JSON value.
+        max_inputs: the most texts of a field.
+        max_chars: the most characters of a text.
+        max_all_chars: the most of all that is read, where a single text is read with each of the other field's, and a padded one as the longest.
     """
     if not isinstance(body, dict):
         return
-    form = body.get("encoding_format")
+    form = body.get("encoding_format") if api == "embeddings" else None
     if isinstance(form, str) and form not in ("float", "base64"):
         raise InvalidRequest(
             "The embeddings come as `float` or as `base64`: set encoding_format to one of them.",
             param="encoding_format",
         )
+    is_padded = body.get("padding") == "max_length"
+    sizes: dict[str, tuple[int, int]] = {}
     for field in _INPUTS.get(api, _SCORED):
         inputs = body.get(field)
         if not isinstance(inputs, list) or (inputs and isinstance(inputs[0], int)):
@@ -63,9 +72,19 @@ def check_inputs(api: Api, body: Any, *, max_inputs: int, max_chars: int) -> Non
         if len(inputs) > max_inputs:
             raise too_much("Number of inputs", len(inputs), max_inputs, "max_embedding_inputs", field)
         if api != "embeddings" and any(isinstance(each, dict) for each in inputs):
-            raise InvalidRequest("This server scores texts only, no pictures.", param=field)
-        longest = max((len(each) for each in inputs if isinstance(each, str)), default=0)
-        check_prompt_chars(longest, max_chars, field)
+            message = (
+                "This server scores texts only, no pictures: give each text as a string, not as an object."
+            )
+            raise InvalidRequest(message, param=field)
+        lengths = [len(each) for each in inputs if isinstance(each, str)]
+        check_prompt_chars(max(lengths, default=0), max_chars, field)
+        if inputs != [None]:
+            sizes[field] = len(inputs), len(inputs) * max_chars if is_padded else sum(lengths)
+    most = max((num for num, _ in sizes.values()), default=1)
+    all_chars = sum(chars * (most if num == 1 else 1) for num, chars in sizes.values())
+    if all_chars > max_all_chars:
+        what = "Characters to be read of all inputs"
+        raise too_much(what, all_chars, max_all_chars, "max_body_bytes", next(iter(sizes)))
 
 
 def _check_sequences(api: Api, body: dict[str, Any], limit: int) -> None:

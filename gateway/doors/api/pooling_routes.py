@@ -49,7 +49,8 @@ def _handler(api: PoolingApi) -> Callable[[web.Request], Awaitable[web.Response]
                 _check_model(services, api, model.name, body)
                 config = services.config
                 max_chars = config.request_limits.prompt_chars(model.max_model_len)
-                check_inputs(api, body, max_inputs=config.max_embedding_inputs, max_chars=max_chars)
+                limits = {"max_inputs": config.max_embedding_inputs, "max_all_chars": config.max_body_bytes}
+                check_inputs(api, body, max_chars=max_chars, **limits)
                 asker = EngineRequest(tenant=tenant_of(principal.owner))
                 reply = await model.answer(api, body, {REQUEST_ID_HEADER: request_id(request)}, asker)
                 num_tokens.inc(reply.num_prompt_tokens)

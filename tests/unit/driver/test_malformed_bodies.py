@@ -114,6 +114,20 @@ def test_where_a_field_holds_what_it_likes_that_field_is_blamed_without_insides(
         assert part in response.error.message and "iterable" not in response.error.message
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"query": "a", "documents": ["b", "c"], "top_n": 1},
+        {"text_1": ["a"], "text_2": ["b"]},
+        {"input": [[4, 5], [6]]},
+        {"input": [4, 5]},
+    ],
+)
+def test_texts_and_token_ids_are_not_blamed_for_a_failure_of_the_models(body: Any) -> None:
+    """Such as a score that is no number, which JSON cannot hold."""
+    assert as_unusable(raised(ValueError("Out of range float values")), body).error.code == 500
+
+
 def test_a_server_without_a_thread_left_blames_no_body() -> None:
     refused = as_unusable(
         raised(RuntimeError("can't start new thread")), PLAIN | {"structured_outputs": {"regex": "x"}}
