@@ -104,7 +104,7 @@ def test_every_node_has_its_rates_its_row_its_memory_and_its_lanes(fleet) -> Non
     expect(page.locator("#advisories")).not_to_contain_text("everybody")
 
 
-def test_a_page_in_the_background_is_sent_nothing_and_a_lost_server_is_said(fleet, page_watch) -> None:
+def test_a_page_in_the_background_is_sent_nothing_and_a_lost_server_is_said(fleet, page_watch, audit) -> None:
     page, line = fleet
     line.inject(frame(node("one")))
     for is_hidden in ("true", "false"):
@@ -119,6 +119,7 @@ def test_a_page_in_the_background_is_sent_nothing_and_a_lost_server_is_said(flee
     line.refuse = True
     line.drop()
     expect(page.locator("#banner")).to_contain_text("Next try in")
+    assert audit(page) == []
     line.accept_from_click()
     page.get_by_role("button", name="Retry now").click()
     expect(page.locator("#live")).to_have_text("live")
