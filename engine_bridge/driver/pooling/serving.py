@@ -173,6 +173,7 @@ def note_reading(processor: Any) -> None:
     read = processor.render_async
 
     def render_async(prompt: Any) -> asyncio.Future[Any]:
+        """Split a prompt into tokens, as vLLM does, where its call can end that."""
         future: asyncio.Future[Any] = read(prompt)
         _CALL.get().reading.append(future)
         return future
