@@ -48,12 +48,12 @@ class PoolingNode:
         """Bring the model up. Raises what stopped it, unless a sentence says all of it: `progress` has that."""
         try:
             await self._thread.start()
-            engine, tasks = await self._thread.call(lambda driver: (driver.engine, driver.tasks))
+            driver = await self._thread.call(lambda driver: driver)
             from engine_bridge.driver.pooling.serving import PoolingClient, PoolingServing
 
-            self._client = PoolingClient(self._thread, engine)
-            config = self._config
-            self._serving = PoolingServing(self._client, tasks, config.served_model_name, config.model)
+            self._client = PoolingClient(self._thread, driver.engine)
+            names = self._config.served_model_name, self._config.model
+            self._serving = PoolingServing(self._client, driver.tasks, *names, driver.chat_template)
         except UnusableModel as error:
             self._error = " ".join(str(error).split())
         except Exception as error:

@@ -103,7 +103,7 @@ from gateway.settings.config import MIB, Config, ConfigError
 from gateway.settings.logs import texts_are_ours
 from gateway.settings.lora_modules import parse_lora_modules
 from gateway.settings.priorities import parse_weights
-from gateway.settings.sources import is_template
+from gateway.settings.sources import template_of
 from gateway.tools.toolbox import toolbox_of
 from gateway.turns.turns import Turns
 from kvtiers.closing import going_on
@@ -152,12 +152,7 @@ def detect_device() -> Device:
 
 def node_config(config: Config) -> LocalNodeConfig:
     """Return the node's part of the settings. Raises ConfigError for a chat template that cannot be read."""
-    template = config.chat_template
-    try:
-        if template is not None and not is_template(template):
-            template = Path(template).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"chat_template: cannot read {template}: {error}") from error
+    template = template_of(config, "chat_template")
     return LocalNodeConfig(
         engine=msgspec.structs.replace(engine_config(config), chat_template=template),
         adapters=parse_lora_modules(config.lora_modules),

@@ -53,6 +53,15 @@ RULED_OUT: Mapping[str, str] = {
     for name in names.split()
 }
 
+# Of a model for embeddings or scores, beside what is ruled out above.
+_BESIDE: Mapping[str, str] = {
+    "model": "--embedding-model and --rerank-model name the model",
+    "served_model_name": "--embedding-model-name and --rerank-model-name are its name",
+    "runner": "such a model generates nothing",
+    "scheduling_policy": _OWN,
+    "tensor_parallel_size": "such a model has one device",
+}
+
 # By name, arguments that change nothing on a CPU, with the reason.
 _NOTHING_ON_CPU: Mapping[str, str] = {
     "async_scheduling": "vLLM schedules each step on a CPU when the step before it has ended",
@@ -82,7 +91,7 @@ def named(pairs: Iterable[str]) -> dict[str, str]:
 
 
 def parse(pairs: Iterable[str], settings: Mapping[str, str]) -> dict[str, str]:
-    """Return what `named` does, of a user's arguments. settings: by name, the flag of each setting of our own.
+    """Return what `named` does, of a user's arguments for the chat model. settings: by name, the flag of each setting of our own.
 
     Raises ValueError as `named` does, and for a name that has its own setting or is ruled out.
     """
@@ -92,4 +101,14 @@ def parse(pairs: Iterable[str], settings: Mapping[str, str]) -> dict[str, str]:
             raise ValueError(f"{name} has a setting of its own: {settings[name]}")
         if name in RULED_OUT:
             raise ValueError(f"{name} cannot be set here: {RULED_OUT[name]}")
+    return found
+
+
+def parse_beside(pairs: Iterable[str]) -> dict[str, str]:
+    """Return what `named` does, of a user's arguments for a model for embeddings or scores. Raises ValueError as `parse` does."""
+    found = named(pairs)
+    for name in found:
+        why = _BESIDE.get(name) or RULED_OUT.get(name)
+        if why is not None and why is not _TEXT:
+            raise ValueError(f"{name} cannot be set here: {why}")
     return found

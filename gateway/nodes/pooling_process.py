@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
 from engine_bridge.cluster import host
 from engine_bridge.cluster.guard import own_group
@@ -22,6 +22,7 @@ from engine_bridge.settings.node_config import LocalNodeConfig
 from gateway.nodes.engine_process import ChildSettings, pack_settings, read_settings
 from gateway.settings import logs
 from gateway.settings.config import Config
+from gateway.settings.sources import template_of
 
 log = logging.getLogger(__name__)
 
@@ -36,22 +37,28 @@ _WORDS: dict[Api, tuple[str, str]] = {
 
 def models_beside(config: Config, device: Device) -> dict[Api, PoolingModel]:
     """Return the models for embeddings and for scores that are named, by what they are for."""
-    named: list[tuple[Api, str | None, str]] = [
-        ("embeddings", config.embedding_model, config.embedding_model_name),
-        ("rerank", config.rerank_model, config.rerank_model_name),
+    embeds = {"served_model_name": config.embedding_model_name, "engine_args": config.embedding_engine_args}
+    scores = {
+        "served_model_name": config.rerank_model_name,
+        "engine_args": config.rerank_engine_args,
+        "chat_template": template_of(config, "rerank_chat_template"),
+    }
+    named: list[tuple[Api, str | None, dict[str, Any]]] = [
+        ("embeddings", config.embedding_model, embeds),
+        ("rerank", config.rerank_model, scores),
     ]
     return {
-        api: PoolingModel(api, _engine(config, path, name, device), config.log_format, config.log_level)
-        for api, path, name in named
+        api: PoolingModel(api, _engine(config, path, device, own), config.log_format, config.log_level)
+        for api, path, own in named
         if path is not None
     }
 
 
-def _engine(config: Config, model: str, name: str, device: Device) -> EngineConfig:
-    """Return what the engine of such a model is built from. No prefixes are shared between its clients."""
+def _engine(config: Config, model: str, device: Device, own: Mapping[str, Any]) -> EngineConfig:
+    """Return what the engine of such a model is built from. own: the settings that it alone has. No prefixes are shared between its clients."""
     return EngineConfig(
         model=model,
-        served_model_name=name,
+        **own,
         device=device,
         cpu_threads=config.embedding_threads,
         kv_cache_gib=config.embedding_kv_cache_gib,
@@ -62,6 +69,7 @@ def _engine(config: Config, model: str, name: str, device: Device) -> EngineConf
         enable_lora=False,
         enable_prefix_caching=False,
         log_stats=False,
+        max_model_len="auto",
     )
 
 

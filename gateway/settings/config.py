@@ -209,6 +209,10 @@ class Config(ToolSettings, frozen=True, kw_only=True):
     embedding_model_name: Annotated[
         str, in_embeddings("Name that clients use for it; empty: the last part of its path.")
     ] = ""
+    embedding_engine_args: Annotated[
+        tuple[NonEmpty, ...],
+        in_embeddings("Engine argument of vLLM's for it, as NAME=VALUE, such as max_model_len=512."),
+    ] = ()
     rerank_model: Annotated[
         NonEmpty | None,
         in_embeddings(
@@ -219,6 +223,16 @@ class Config(ToolSettings, frozen=True, kw_only=True):
     rerank_model_name: Annotated[
         str, in_embeddings("Name that clients use for it; empty: the last part of its path.")
     ] = ""
+    rerank_engine_args: Annotated[
+        tuple[NonEmpty, ...],
+        in_embeddings("Engine argument of vLLM's for it, as NAME=VALUE, such as hf_overrides={…}."),
+    ] = ()
+    rerank_chat_template: Annotated[
+        NonEmpty | None,
+        in_embeddings(
+            "Jinja file, or a template in one line, that puts a query and a text together for it. Unset: as the model needs it, where that is known."
+        ),
+    ] = None
     embedding_threads: Annotated[
         int, in_embeddings("Processor cores that each of these processes may use: the first ones.", ge=1)
     ] = 1

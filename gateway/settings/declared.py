@@ -32,7 +32,9 @@ _SINGULAR_FLAGS = {
     "api_keys": "--api-key",
     "cors_origins": "--cors-origin",
     "trusted_proxies": "--trusted-proxy",
+    "embedding_engine_args": "--embedding-engine-arg",
     "engine_args": "--engine-arg",
+    "rerank_engine_args": "--rerank-engine-arg",
     "lora_modules": "--lora-module",
     "mcp_servers": "--mcp-server",
     "operator_keys": "--operator-key",
@@ -109,7 +111,7 @@ def shown(name: str, value: Any) -> str:
         return f"{len(value)} set, hidden" if value else "none"
     if value is None:
         return "unset"
-    if name == "engine_args":
+    if name.endswith("engine_args"):
         value = tuple(_HUB_TOKEN.sub(r"\1=hidden", pair) for pair in value)
     if isinstance(value, tuple):
         return ", ".join(value) or "none"

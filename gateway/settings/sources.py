@@ -39,6 +39,7 @@ OTHER_ENV_NAMES = frozenset({"OVERTURE_URL", "OVERTURE_API_KEY", "OVERTURE_CONFI
 # The key of `vllm serve`, where none is given by a setting: whoever comes from there has a server that is closed, and it stays closed.
 _VLLM_KEY = "VLLM_API_KEY"
 _NAMES_OF_KEYS = ("api_keys", "operator_keys", "api_key_file")
+TEMPLATES = ("chat_template", "rerank_chat_template")
 _MODULE_AND_NAME = re.compile(r"[\w.]+:[\w.]+")
 _HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}")
 _HEADER = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -108,9 +109,10 @@ def _check(config: Config) -> None:
         "ssl_keyfile",
     ):
         _check_is_file(config, name)
-    template = config.chat_template
-    if template is not None and not is_template(template) and not Path(template).is_file():
-        raise ConfigError(f"chat_template: there is no file {template} ({config.sources['chat_template']})")
+    for name in TEMPLATES:
+        template = getattr(config, name)
+        if template is not None and not is_template(template) and not Path(template).is_file():
+            raise ConfigError(f"{name}: there is no file {template} ({config.sources[name]})")
     if (
         "adapters_dir" in config.sources
         and config.adapters_dir is not None
@@ -182,8 +184,17 @@ def _check_key_file(config: Config) -> None:
             )
 
 
+def template_of(config: Config, name: str) -> str | None:
+    """Return the template that a setting gives, itself or as a file; None where it is unset. Raises ConfigError for a file that cannot be read."""
+    given: str | None = getattr(config, name)
+    try:
+        return given if given is None or is_template(given) else Path(given).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}: cannot read {given}: {error}") from error
+
+
 def is_template(text: str) -> bool:
-    """Return whether a value of `chat_template` is the template itself, not the path of a file that holds one."""
+    """Return whether a value of a setting for a template is the template itself, not the path of a file that holds one."""
     return "{" in text
 
 
@@ -213,6 +224,8 @@ def _check_engine(config: Config) -> None:
     }
     checks: dict[str, Callable[[], object]] = {
         "engine_args": lambda: engine_arguments.parse(config.engine_args, flags),
+        "embedding_engine_args": lambda: engine_arguments.parse_beside(config.embedding_engine_args),
+        "rerank_engine_args": lambda: engine_arguments.parse_beside(config.rerank_engine_args),
         "served_model_name": lambda: _check_names([config.served_model_name]),
         "served_model_aliases": lambda: _check_names(config.served_model_aliases),
         "lora_modules": lambda: _check_folders(config.lora_modules),
@@ -393,7 +406,7 @@ def _convert(setting: Setting, raw: Any, where: str, base: Path, *, strict: bool
         return base / value
     if setting.name in ("model", "embedding_model", "rerank_model"):
         return _find_model(value, base)
-    if setting.name == "chat_template" and value is not None and not is_template(value):
+    if setting.name in TEMPLATES and value is not None and not is_template(value):
         return str(base / Path(value).expanduser())
     return value
 

@@ -17,10 +17,12 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.live.correct.checkpoints import adapter_folders_of, folder_of
 from bench.live.correct.families import FAMILIES, VOCAB_SIZE
@@ -29,6 +31,7 @@ from bench.live.correct.pictures import as_part, data_uri, picture
 from engine_bridge.driver.apis.media import GivenMedia, check_sizes
 from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.local_node import LocalNode
+from engine_bridge.pooling_node import PoolingNode
 from engine_bridge.protocol.engine_request import ChatMessage, EngineRequest, Picture
 from engine_bridge.protocol.errors import InvalidRequest
 from engine_bridge.protocol.node import (
@@ -39,6 +42,7 @@ from engine_bridge.protocol.node import (
     seen_pictures,
     unpack_token_ids,
 )
+from engine_bridge.settings.engine_config import EngineConfig
 from gateway.settings.config import DEMO_ADAPTERS_DIR
 
 from . import nodes
@@ -428,3 +432,61 @@ REFUSED_PICTURES = {
     of(as_part(picture(1)), mm_processor_kwargs={"min_pixels": 10**12}): "the operator's to set",
     several(as_part(picture(1)), 3): "at most 2",
 }
+
+
+JUDGED = """<|im_start|>system
+Judge whether the Document meets the requirements based on the Query and the Instruct provided. \
+Note that the answer can only be "yes" or "no".<|im_end|>
+<|im_start|>user
+<Instruct>: {}
+<Query>: {}
+<Document>: {}<|im_end|>
+<|im_start|>assistant
+<think>\n\n</think>\n\n"""
+
+
+def generating_scorer_in(folder: Path) -> Path:
+    """A tiny model of the kind that Qwen3's rerankers are: one for text, whose vocabulary has "no" and "yes"."""
+    tiny = folder_of(KNOWN["qwen3"])
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(tiny)
+    tokenizer.add_tokens(["no", "yes"])
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(3)
+        words = tokenizer.convert_tokens_to_ids(["no", "yes"])
+        model.lm_head.weight[words] = torch.randn(2, model.config.hidden_size)
+    for each in (model, tokenizer):
+        each.save_pretrained(folder / "Qwen3-Reranker-tiny")
+    return folder / "Qwen3-Reranker-tiny"
+
+
+async def test_qwen3s_reranker_reads_and_scores_as_it_was_trained_to(tmp_path: Path) -> None:
+    """It comes as a model for text. vLLM would compare embeddings, and reads neither instruction nor form."""
+    folder = generating_scorer_in(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).float()
+    query = {
+        "query": "Where is Lisbon?",
+        "documents": ["Lisbon lies on a river.", "Porto, too.", "It rains."],
+    }
+    asked = query | {"instruction": "Find a river."}
+    right = []
+    for document in query["documents"]:
+        ids = tokenizer.encode(JUDGED.format(asked["instruction"], query["query"], document))
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids])).logits[0, -1, tokenizer.convert_tokens_to_ids(["no", "yes"])]
+        right.append(logits.softmax(0)[1].item())
+    config = {"kv_cache_gib": 0.125, "enable_lora": False, "engine_args": ("max_model_len=512",)}
+    node = PoolingNode(EngineConfig(model=str(folder), served_model_name="scorer", **config), "rerank")
+    await node.start()
+    try:
+        assert node.max_model_len == 512
+        reply = json.loads((await node.serve("rerank", asked, {})).body)
+        by_itself = json.loads((await node.serve("rerank", query, {})).body)
+    finally:
+        await node.close()
+    found = {each["index"]: each["relevance_score"] for each in reply["results"]}
+    assert max(right) - min(right) > 0.04
+    np.testing.assert_allclose([found[place] for place in range(3)], right, atol=2e-3)
+    assert by_itself["usage"]["prompt_tokens"] > reply["usage"]["prompt_tokens"], (
+        "the model card's own instruction"
+    )

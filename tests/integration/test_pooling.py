@@ -214,11 +214,13 @@ async def test_without_a_model_for_scores_the_embedding_model_compares_embedding
         (RERANK, {"query": "a" * 8_192, "documents": ["b"] * 2048}, "max_body_bytes"),
         (RERANK, {"query": "a", "documents": ["b"] * 2048, "padding": "max_length"}, "max_body_bytes"),
         (EMBEDDINGS, {"input": ["b"] * 2048, "padding": "max_length"}, "max_body_bytes"),
+        (RERANK, {"query": "a" * 200, "documents": ["b"] * 2048, "instruction": "c" * 8_100}, "max_body_bytes"),
+        (RERANK, QUERY | {"chat_template_kwargs": {"instruction": "c" * 8_200}}, "max_prompt_chars"),
         (RERANK, {"query": "a", "documents": [{"text": "b"}]}, "as a string"),
         (SCORE, {"text_1": "a"}, "missing"),
         (SCORE, [], ""),
     ],
-    ids=range(16),
+    ids=range(18),
 )  # fmt: skip
 async def test_what_is_wrong_with_a_call_for_scores_is_said(
     path: str, body: Any, word: str, caller: Http

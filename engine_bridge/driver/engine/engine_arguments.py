@@ -1,4 +1,4 @@
-"""Values of `--engine-arg`, typed as vLLM's own command line types them."""
+"""Values of `--engine-arg` and its like, typed as vLLM's own command line types them."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def typed(given: Mapping[str, str]) -> dict[str, Any]:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f" (did you mean {close[0]}?)" if close else ""
-            raise InvalidRequest(f"--engine-arg: vLLM has no engine argument {name!r}{hint}")
+            raise InvalidRequest(f"vLLM has no engine argument {name!r}{hint}")
         values = _values(value) if engine_arguments()[name] == "values" else [value]
         line += _words(name, values, known[name].type)
     try:
         made, rest = parser.parse_known_args(line)
     except (Exception, SystemExit) as error:  # argparse exits for some mistakes whatever its settings are
-        raise InvalidRequest(f"--engine-arg: {error}") from error
+        raise InvalidRequest(f"an engine argument of vLLM's: {error}") from error
     if rest:
-        raise InvalidRequest(f"--engine-arg: vLLM does not understand {' '.join(rest)}")
+        raise InvalidRequest(f"vLLM does not understand the engine argument {' '.join(rest)}")
     return {name: getattr(made, name) for name in given}
 
 
@@ -57,5 +57,5 @@ def _words(name: str, values: list[str], kind: Any) -> list[str]:
     if kind not in (bool, bool | None):
         return [f"--{flag}"] if is_true and bool in get_args(kind) else [f"--{flag}", *values]
     if not is_true and values[0].lower() not in ("false", "0"):
-        raise InvalidRequest(f"--engine-arg: {name} is true or false, got {values[0]!r}")
+        raise InvalidRequest(f"the engine argument {name} is true or false, got {values[0]!r}")
     return [f"--{flag}" if is_true else f"--no-{flag}"]

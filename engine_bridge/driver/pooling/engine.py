@@ -6,9 +6,10 @@ from typing import Any
 
 from engine_bridge.driver.engine.building import engine_args, load_vllm
 from engine_bridge.driver.engine.model_facts import configuration_of
+from engine_bridge.driver.pooling.rerankers import score_template
 from engine_bridge.policy.limits.model_support import UnusableModel
 from engine_bridge.protocol.node import Api
-from engine_bridge.settings.engine_config import WHATEVER_FITS, EngineConfig
+from engine_bridge.settings.engine_config import EngineConfig
 
 
 class PoolingDriver:
@@ -26,7 +27,10 @@ class PoolingDriver:
         from engine_bridge.driver.vllm_api import UsageContext
 
         args, served = pooling_args(config), UsageContext.OPENAI_API_SERVER
-        configuration_of(args)  # refuses an unfit model in one sentence
+        described = configuration_of(args)  # refuses an unfit model in one sentence
+        self.chat_template = config.chat_template
+        if api == "rerank":
+            self.chat_template = score_template(args, described, config.chat_template)
         self.engine = engine_class.from_engine_args(args, usage_context=served, enable_multiprocessing=False)
         self._internal_ids: dict[str, str] = {}
         self.tasks: tuple[str, ...] = self.engine.get_supported_tasks()
@@ -85,7 +89,7 @@ def can_score(engine: Any, tasks: tuple[str, ...]) -> bool:
 def pooling_args(config: EngineConfig) -> Any:
     """Return vLLM's arguments for a model that makes embeddings or scores."""
     args = engine_args(config, None)
-    args.runner, args.max_model_len = "pooling", WHATEVER_FITS
+    args.runner = "pooling"
     # vLLM's own scheduler, by priority: a tenant's first input goes before another's thousandth (`PoolingClient.encode`).
     args.scheduler_cls, args.scheduling_policy = None, "priority"
     return args

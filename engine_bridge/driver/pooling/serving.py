@@ -120,13 +120,20 @@ class PoolingServing:
         client: of the engine.
         tasks: what vLLM can use the model for.
         model_name, model_path: of the model.
+        chat_template: by which it reads a query and a text; None: as vLLM puts them together without one.
     """
 
     def __init__(
-        self, client: PoolingClient, tasks: tuple[str, ...], model_name: str, model_path: str
+        self,
+        client: PoolingClient,
+        tasks: tuple[str, ...],
+        model_name: str,
+        model_path: str,
+        chat_template: str | None,
     ) -> None:
         models = OpenAIServingModels(client, [BaseModelPath(name=model_name, model_path=model_path)])
-        options: dict[str, Any] = {"request_logger": None, "chat_template_config": ChatTemplateConfig()}
+        template = ChatTemplateConfig(chat_template=chat_template)
+        options: dict[str, Any] = {"request_logger": None, "chat_template_config": template}
         self._calls: dict[str, tuple[Any, Any]] = {}
         self._max_model_len = client.model_config.max_model_len
         if "embed" in tasks:

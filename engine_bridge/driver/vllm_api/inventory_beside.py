@@ -11,7 +11,7 @@ vllm.engine.arg_utils:EngineArgs EMBEDDINGS
 vllm.outputs:PoolingRequestOutput EMBEDDINGS
     read finished prompt_token_ids request_id
 vllm.renderers.chat_utils:ChatTemplateConfig EMBEDDINGS
-    call __init__()
+    call __init__(*, chat_template)
 vllm.entrypoints.pooling.base.serving:PoolingBaseServing EMBEDDINGS
     call __call__(request, raw_request)
     look up in __call__: _preprocessing _prepare_generators

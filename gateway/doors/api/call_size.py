@@ -1,13 +1,14 @@
 """The bounds of a call's body, checked before anything is made of it. Pure.
 
 The settings of an answer (stop strings, grammars …) are measured where they are known: `engine_bridge.policy.limits.request_limits`. So is its
-prompt, of
-which the node may leave out a part: `engine_bridge.calls.context_overflow`.
+prompt, of which the node may leave out a part: `engine_bridge.calls.context_overflow`.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+import orjson
 
 from engine_bridge.calls.prompt_embeds import embeddings_of
 from engine_bridge.policy.limits.request_limits import check_prompt_chars, too_much
@@ -80,6 +81,11 @@ def check_inputs(api: Api, body: Any, *, max_inputs: int, max_chars: int, max_al
         check_prompt_chars(max(lengths, default=0), max_chars, field)
         if inputs != [None]:
             sizes[field] = len(inputs), len(inputs) * max_chars if is_padded else sum(lengths)
+    # What a template puts before each pair.
+    told = {name: body[name] for name in ("instruction", "chat_template_kwargs") if body.get(name)}
+    if told and api != "embeddings":
+        sizes["instruction"] = 1, len(orjson.dumps(told))
+        check_prompt_chars(sizes["instruction"][1], max_chars, "instruction")
     most = max((num for num, _ in sizes.values()), default=1)
     all_chars = sum(chars * (most if num == 1 else 1) for num, chars in sizes.values())
     if all_chars > max_all_chars:

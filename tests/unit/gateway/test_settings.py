@@ -111,6 +111,15 @@ def test_another_model_brings_its_own_name_and_no_adapters(tmp_path: Path) -> No
             {"embedding_model": "a/b", "rerank_model": "c/b"},
             "rerank_model_name: the embedding model is called b, too",
         ),
+        ({"rerank_chat_template": "gone.jinja"}, "rerank_chat_template: there is no file /nonexistent/gone"),
+        (
+            {"rerank_engine_args": ("runner=generate",)},
+            "runner cannot be set here: such a model generates nothing",
+        ),
+        (
+            {"embedding_engine_args": ("worker_cls=x",)},
+            "embedding_engine_args: worker_cls cannot be set here",
+        ),
         ({"embedding_model": "a/b", "embedding_model_name": " b"}, "embedding_model_name: no model may be"),
         ({"prot": "1"}, "did you mean port"),
         ({"nodes": "0"}, "nodes: 0 is for a cluster that others join"),
