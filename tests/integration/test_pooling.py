@@ -239,6 +239,19 @@ async def test_a_refused_call_leaves_off_reading_its_other_texts(caller: Http, e
     assert process.cpu_times().user - before_s < 1
 
 
+async def test_the_texts_of_one_key_are_read_among_those_of_others(caller: Http, embedder: Server) -> None:
+    """The long call ends with its last text, which is refused: before that somebody else's was answered."""
+    process = psutil.Process(embedder.services.reranker._process.pid)
+    long = {"query": "a", "documents": ["b " * 200] * 2_000 + ["b " * 600]}
+    before_s = process.cpu_times().user
+    async with Http(embedder.url, headers=bearer(KEYS[1])) as other:
+        refused = asyncio.create_task(told(caller.post(RERANK, json=long), 400))
+        await settle(lambda: process.cpu_times().user - before_s > 0.1)
+        await told(other.post(RERANK, json=QUERY))
+        assert not refused.done()
+        await refused
+
+
 async def test_the_chat_model_comes_first_and_each_model_refuses_the_others_calls(
     api: Any, caller: Http, embedder: Server
 ) -> None:

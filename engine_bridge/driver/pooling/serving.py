@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakValueDictionary
 
 from pydantic import RootModel
 
@@ -34,15 +35,22 @@ from engine_bridge.protocol.node import Api, JsonReply
 
 # Chosen: 2,048 embeddings of 1,024 numbers take 44 MiB; a frame between the processes holds 256.
 MOST_REPLY_BYTES = 128 << 20
+# The second one keeps the thread at work meanwhile.
+MOST_READ_AT_ONCE = 2
 # The text of the tokenizers library, where a text is to be cut (max_tokens_per_doc) and its query alone is too long.
 NO_ROOM = "Sequence to truncate too short"
 
 
 @dataclass(slots=True)
 class Call:
-    """A call under way. num_tokens: of the prompts that its answer took. reading: its prompts that are split into tokens, or wait for that."""
+    """A call under way.
+
+    turns: of its tenant's calls, to be read. num_tokens: of the prompts that its answer took. reading: its prompts that are split into tokens, or
+    wait for that.
+    """
 
     tenant: str
+    turns: asyncio.Semaphore
     num_tokens: int = 0
     reading: list[asyncio.Future[Any]] = field(default_factory=list)
 
@@ -135,6 +143,7 @@ class PoolingServing:
         template = ChatTemplateConfig(chat_template=chat_template)
         options: dict[str, Any] = {"request_logger": None, "chat_template_config": template}
         self._calls: dict[str, tuple[Any, Any]] = {}
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._max_model_len = client.model_config.max_model_len
         if "embed" in tasks:
             embeddings = ServingEmbedding(client, models, **options)
@@ -145,12 +154,12 @@ class PoolingServing:
                 client, models, supported_tasks=tasks, enable_flash_late_interaction=False, **options
             )
             self._calls |= {"rerank": (RerankRequest, scores), "score": (ScoreBody, scores)}
-        for _, answer in self._calls.values():
-            note_reading(answer.io_processor)
+        for processor in {answer.io_processor for _, answer in self._calls.values()}:
+            read_in_turn(processor)
 
     async def serve(self, api: Api, body: Any, headers: Mapping[str, str], tenant: str) -> JsonReply:
         """Answer one call. A faulty call gets a reply that says the fault."""
-        call = Call(tenant)
+        call = Call(tenant, self._turns.setdefault(tenant, asyncio.Semaphore(MOST_READ_AT_ONCE)))
         _CALL.set(call)
         raw_request = SimpleNamespace(headers=headers, state=SimpleNamespace())
         request_class, answer = self._calls[api]
@@ -172,18 +181,22 @@ class PoolingServing:
                 prompt.cancel()
 
 
-def note_reading(processor: Any) -> None:
-    """Have a processor of vLLM's note what it reads in `Call.reading`.
+def read_in_turn(processor: Any) -> None:
+    """Have a processor of vLLM's take a tenant's prompts one by one, and note them in `Call.reading`.
 
-    One thread reads the prompts of all calls, and vLLM has it go on with those of a call that was refused for one of them.
+    One thread reads the prompts of all calls. vLLM gives it all prompts of a call at once, and has it go on with those of a call that was refused.
     """
     read = processor.render_async
 
+    async def in_turn(call: Call, prompt: Any) -> Any:
+        async with call.turns:
+            return await read(prompt)
+
     def render_async(prompt: Any) -> asyncio.Future[Any]:
-        """Split a prompt into tokens, as vLLM does, where its call can end that."""
-        future: asyncio.Future[Any] = read(prompt)
-        _CALL.get().reading.append(future)
-        return future
+        """Split a prompt into tokens, as vLLM does, behind few of its tenant's own, and where its call can end that."""
+        call = _CALL.get()
+        call.reading.append(asyncio.ensure_future(in_turn(call, prompt)))
+        return call.reading[-1]
 
     processor.render_async = render_async
 
