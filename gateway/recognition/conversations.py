@@ -107,12 +107,10 @@ class Conversations:
         """Return the tenant's sessions under a client's name, in the order in which they began."""
         return [each.session_id for each in self._named.get((tenant, name), ())]
 
-    def caller_of(self, conversation: Conversation) -> str:
-        """Return the session under the same name that waits for its tools, of which this conversation may be one; "" for none."""
-        own = self._named.get(conversation.scope[:2], ())
-        waiting = (
-            each for each in own if each.calls_tools and not each.num_running and each is not conversation
-        )
+    def waiting(self, tenant: str, name: str, but: Conversation | None = None) -> str:
+        """Return the session under a client's name that waits for its tools, other than that of one conversation; "" for none."""
+        own = self._named.get((tenant, name), ())
+        waiting = (each for each in own if each.calls_tools and not each.num_running and each is not but)
         return next((each.session_id for each in waiting), "")
 
     def standing(self, tenant: str, found: Fingerprint) -> Conversation | None:

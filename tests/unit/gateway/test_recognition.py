@@ -825,12 +825,14 @@ async def test_a_helper_is_known_by_what_its_client_says_of_its_caller(
         assert call is not None
         return call
 
+    title = await ask([user("Think of a title: mend it")], {"Session-Id": "main"})
+    recognition.ended(title, AnswerReader("chat"))
     main = await ask([SYSTEM, user("mend it")], {"Session-Id": "main"})
     reader = AnswerReader("chat")
     reader.feed_json(orjson.dumps({"choices": [{"message": called("c-7f"), "finish_reason": "tool_calls"}]}))
     recognition.ended(main, reader)
     helper = await ask([user("Say what is wrong with it.")], headers, **body)
-    assert helper.caller == "main" and helper.session_id != "main"
+    assert helper.caller == main.session_id != helper.session_id
     stranger = await ask([user("Say what is wrong with it, too.")], {"Session-Id": "other"})
     assert not stranger.caller
     shared = await ask([user("And with that.")], {}, prompt_cache_key="main")
