@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from heapq import nsmallest
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, Literal, NamedTuple
 
 import orjson
@@ -55,7 +55,7 @@ _COUNTED_ID = re.compile(r"(?:^[A-Za-z]*|[^0-9A-Za-z])[0-9]{1,6}$")
 _WRITTEN_ID = re.compile(r"\b(?:chatcmpl-tool-|call_|toolu_)[0-9A-Za-z]{16,32}\b")
 # A line of an answer by which the answer is known inside a message that tells it all, and how many of such a message's last lines and of its
 # characters are looked through for it; lines behind what such a message tells, which say what to do next. Chosen.
-LINE_CHARS, MAX_LINES, MAX_CHARS, MAX_LINES_BEHIND = 16, 256, 1 << 16, 3
+LINE_CHARS, MAX_LINES, MAX_CHARS, MAX_LINES_BEHIND = 16, 128, 1 << 16, 3
 # Bytes of a piece of a plain prompt. Chosen: shorter prompts than this begin alike by chance.
 PIECE_BYTES = 1024
 
@@ -145,8 +145,8 @@ class Telling:
     heads: tuple[tuple[int, bytes], ...]
 
     def place(self, line: bytes) -> bytes:
-        """Return a hash under which the message is found that tells an answer with this line next."""
-        return _hash(self.under + line)
+        """Return the key under which the message is found that tells an answer with this line next."""
+        return self.under + line
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,9 +378,14 @@ def _telling(under: bytes, step: Any) -> Telling | None:
     if not isinstance(step, dict) or step.get("role") != "user":
         return None
     lines = _text_of(step)[:MAX_CHARS].splitlines()
+    if len(lines) < 2:
+        return None
     fewest = max(len(lines) - MAX_LINES_BEHIND, (len(lines) + 1) // 2)
-    heads = ((each, _hash_of_lines(lines[:each])) for each in range(len(lines), fewest - 1, -1))
-    return Telling(under, tuple(heads)) if len(lines) > 1 else None
+    heads, seen = [], blake2b(digest_size=16)
+    for begin, end in pairwise((0, *range(fewest, len(lines) + 1))):
+        seen.update("".join(f"{line}\n" for line in lines[begin:end]).encode("utf-8", "replace"))
+        heads.append((end, seen.digest()))
+    return Telling(under, tuple(reversed(heads)))
 
 
 def _text_of(step: dict[str, Any]) -> str:
@@ -390,7 +395,7 @@ def _text_of(step: dict[str, Any]) -> str:
 
 
 def _hash_of_lines(lines: Sequence[str]) -> bytes:
-    return _hash("\n".join(lines).encode("utf-8", "replace"))
+    return _hash("".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
 
 
 def _is_own(tool_id: Any) -> bool:
