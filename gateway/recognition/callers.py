@@ -1,7 +1,8 @@
 """Which conversation a helper works for: its caller's answer handed the helper's task to a tool. Pure.
 
-Frameworks give a helper its task as its caller wrote it, at times under a heading of their own: the OpenAI Agents SDK, smolagents and deepagents send
-its lines as they were (tried with each), others put a word and a colon before it. Nothing of a text is kept, only hashes of lines.
+Frameworks give a helper its task as its caller wrote it, at times under a heading of their own: the OpenAI Agents SDK, smolagents, deepagents,
+Google's ADK, Haystack, Microsoft's Agent Framework, Mastra and Cline send its lines as they were (tried with each), others put a word and a colon
+before it. Nothing of a text is kept, only hashes of lines.
 """
 
 from __future__ import annotations

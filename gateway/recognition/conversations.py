@@ -4,8 +4,8 @@ Nothing of a conversation's text is kept, only hashes (`fingerprints.py`), and o
 conversation if it begins with the same steps and has an answer next. So a call that goes back to an earlier state (an edit, a branch) begins another
 one, as does one that could continue several of which none gave that answer. Clients also change the history that they send: they cut results of
 tools short, leave out old messages, put the time into the system prompt. A call that has the last answer of one conversation, and of no other,
-continues it, whatever became of its history. A name that the client gives bounds the search to its own calls, and inside it a conversation may
-also begin anew: compacted, or edited. Names and conversations are a tenant's own.
+continues it, whatever became of its history, also where its last message tells the history as text. A name that the client gives bounds the search
+to its own calls, and inside it a conversation may also begin anew: compacted, or edited. Names and conversations are a tenant's own.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Conversation:
     def asked(self, found: Fingerprint) -> None:
         """Note the call that it has come to."""
         self.state, self.opening, self.exact = found.state, found.opening, found.exact
-        self.before = found.before
+        self.before, self.telling = found.before, found.telling
 
     @property
     def key(self) -> str:
@@ -98,18 +98,19 @@ class Conversations:
         if answer is None:
             self._set_anchors(conversation, conversation.anchors_before)
         else:
-            self._set_anchors(conversation, answer.anchors(conversation.opening, conversation.before))
+            anchors = answer.anchors(conversation.opening, conversation.before)
+            if (telling := conversation.telling) is not None and answer.line:
+                anchors += (telling.place(answer.line),)
+            self._set_anchors(conversation, anchors)
 
     def named(self, tenant: str, name: str) -> list[str]:
         """Return the tenant's sessions under a client's name, in the order in which they began."""
         return [each.session_id for each in self._named.get((tenant, name), ())]
 
-    def caller_of(self, conversation: Conversation) -> str:
-        """Return the session under the same name that waits for its tools, of which this conversation may be one; "" for none."""
-        own = self._named.get(conversation.scope[:2], ())
-        waiting = (
-            each for each in own if each.calls_tools and not each.num_running and each is not conversation
-        )
+    def waiting(self, tenant: str, name: str, but: Conversation | None = None) -> str:
+        """Return the session under a client's name that waits for its tools, other than that of one conversation; "" for none."""
+        own = self._named.get((tenant, name), ())
+        waiting = (each for each in own if each.calls_tools and not each.num_running and each is not but)
         return next((each.session_id for each in waiting), "")
 
     def standing(self, tenant: str, found: Fingerprint) -> Conversation | None:
@@ -151,6 +152,16 @@ class Conversations:
         for anchor in found.anchors():
             if known := _nearest(self._answered.get((scope, anchor), ()), found):
                 return known[0] if len(known) == 1 else None
+        return self._told(scope, found)
+
+    def _told(self, scope: Scope, found: Fingerprint) -> Conversation | None:
+        """Return the conversation that this call's last message tells on; None where it tells none, or several."""
+        places = found.places() if self._answered else ()
+        for known in filter(None, (self._answered.get((scope, place)) for place in places)):
+            told = [(found.lines_told(each.telling) if each.telling else 0, each) for each in known]
+            most = max(num_lines for num_lines, _ in told)
+            if most and (nearest := _nearest([each for num_lines, each in told if num_lines == most], found)):
+                return nearest[0] if len(nearest) == 1 else None
         return None
 
     def _begun_anew(self, scope: Scope, name: SessionName, found: Fingerprint) -> Conversation | None:

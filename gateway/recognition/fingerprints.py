@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from heapq import nsmallest
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, Literal, NamedTuple
 
 import orjson
@@ -51,6 +51,11 @@ MAX_ANSWERS = 8
 MAX_IDS = 16
 # Ids that models and clients count up (`functions.bash:3`, `call_1`): they are alike in all conversations.
 _COUNTED_ID = re.compile(r"(?:^[A-Za-z]*|[^0-9A-Za-z])[0-9]{1,6}$")
+# Ids of calls that some client writes into the text of an answer, in the forms that servers give them (smolagents, which has results as text, too).
+_WRITTEN_ID = re.compile(r"\b(?:chatcmpl-tool-|call_|toolu_)[0-9A-Za-z]{16,32}\b")
+# A line of an answer by which the answer is known inside a message that tells it all, and how many of such a message's last lines and of its
+# characters are looked through for it; lines behind what such a message tells, which say what to do next. Chosen.
+LINE_CHARS, MAX_LINES, MAX_CHARS, MAX_LINES_BEHIND = 16, 128, 1 << 16, 3
 # Bytes of a piece of a plain prompt. Chosen: shorter prompts than this begin alike by chance.
 PIECE_BYTES = 1024
 
@@ -59,12 +64,14 @@ PIECE_BYTES = 1024
 class Answer:
     """The marks by which an answer is known again: the ids of its calls of tools, and a hash of its text (b"" without text).
 
-    is_long: whether the text has `LONG_CHARS` or more.
+    is_long: whether the text has `LONG_CHARS` or more. line: a hash of its longest line; b"" where none has `LINE_CHARS`, or of an answer that
+    was read from a history.
     """
 
     tool_ids: frozenset[str] = frozenset()
     text: bytes = b""
     is_long: bool = False
+    line: bytes = b""
 
     def is_like(self, other: Answer) -> bool:
         """Return whether two answers may be the same one: a call of a tool in common decides, then the text; both, where the ids are counted."""
@@ -99,15 +106,20 @@ class Answer:
         if not self.tool_ids and not self.text:
             return ()
         marks = _json(sorted(self.tool_ids)) + self.text
-        followed = (*before.answer, *before.question) if is_last else before.answer
+        followed = (*before.answer, *before.question, *before.turn) if is_last else before.answer
         return tuple(_hash(opening + each + marks) for each in followed)
 
 
 class Before(NamedTuple):
-    """What an answer follows, as far as no other conversation has it: marks of the answer before, and a hash of the last step."""
+    """What an answer follows, as far as no other conversation has it.
+
+    answer: marks of the answer before. question: a hash of the last step. turn: a hash of all up to the last question of a person, behind which
+    clients may leave out the calls of tools and their results.
+    """
 
     answer: tuple[bytes, ...] = ()
     question: tuple[bytes, ...] = ()
+    turn: tuple[bytes, ...] = ()
 
 
 NOTHING = Before()
@@ -123,17 +135,34 @@ class State(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Telling:
+    """A message that may tell a whole conversation: clients that keep it as text send one message, which grows in each call.
+
+    under: a hash of all before the message. heads: how many of its lines stay as they are, as far as one knows, and a hash of them; the most first.
+    """
+
+    under: bytes
+    heads: tuple[tuple[int, bytes], ...]
+
+    def place(self, line: bytes) -> bytes:
+        """Return the key under which the message is found that tells an answer with this line next."""
+        return self.under + line
+
+
+@dataclass(frozen=True, slots=True)
 class Fingerprint:
     """One call's conversation.
 
     Attributes:
         prefixes: a hash of each of its beginnings: of the first step, of the first two, and so on to the whole. Of the instructions at its beginning
             the digits are left out.
-        opening: a hash of what its steps stand under, without the digits of the instructions: model and instructions.
-        exact: the same with all digits.
+        opening: a hash of what its steps stand under, without digits: the model, and the instructions up to the first message of them. Clients
+            put a summary of what they have left out into the second one.
+        exact: of the model and all instructions, with their digits.
         before: what its answer will follow; nothing for a plain prompt.
         steps: the messages or items themselves, for `answer_after`; empty for a plain prompt.
         prompt: a plain prompt's bytes; b"" for messages.
+        telling: its last message, which may tell all that was said; None for any other end.
     """
 
     prefixes: tuple[bytes, ...]
@@ -142,6 +171,7 @@ class Fingerprint:
     before: Before = NOTHING
     steps: Sequence[Any] = ()
     prompt: bytes = b""
+    telling: Telling | None = None
 
     @property
     def state(self) -> State:
@@ -177,7 +207,23 @@ class Fingerprint:
         for number, (begin, end) in enumerate(places):
             answer = answer_of(self.steps[begin:end])
             before = NOTHING if answer.own else _before(self.steps, begin)
+            if not number and begin:
+                before = before._replace(turn=(self.prefixes[begin - 1],))
             yield from answer.anchors(self.opening, before, is_last=not number)
+
+    def places(self) -> Iterator[bytes]:
+        """Yield where a conversation is found whose answer the last message tells, by each of its last lines, with and without a heading."""
+        if self.telling is not None:
+            for line in islice(reversed(_text_of(self.steps[-1])[-MAX_CHARS:].splitlines()), MAX_LINES):
+                for each in (line, line.partition(": ")[2]):
+                    if len(each := each.strip()) >= LINE_CHARS:
+                        yield self.telling.place(_hash(each.encode("utf-8", "replace")))
+
+    def lines_told(self, before: Telling) -> int:
+        """Return with how many lines of an earlier message its last one begins; 0 for none, and for fewer than make it the same."""
+        lines = _text_of(self.steps[-1])[:MAX_CHARS].splitlines()
+        heads = (each for each in before.heads if _hash_of_lines(lines[: each[0]]) == each[1])
+        return next(heads, (0, b""))[0]
 
 
 def fingerprint(api: Api, body: Any) -> Fingerprint | None:
@@ -196,13 +242,20 @@ def fingerprint(api: Api, body: Any) -> Fingerprint | None:
         num_leading += 1
     instructions = [_plain(body.get("system")), body.get("instructions"), *map(_plain, steps[:num_leading])]
     model, under = _json(body.get("model")), _json(instructions)
-    opening = last = _hash(model + under.translate(None, _DIGITS))
+    opening = _hash(
+        model + _json(instructions[:3]).translate(None, _DIGITS)
+    )  # both fields, and the first message
+    begun = last = _hash(model + under.translate(None, _DIGITS))
     prefixes = [last] * num_leading
     for step in steps[num_leading:]:
         last = _hash(last + _json(_plain(step)))
         prefixes.append(last)
     before = _before(steps, len(steps))
-    return Fingerprint(tuple(prefixes), opening, _hash(model + under), before, steps=steps)
+    asked = _last_question(steps)
+    if num_leading <= asked < len(steps) - 1:
+        before = before._replace(turn=(prefixes[asked],))
+    telling = _telling(prefixes[-2] if len(steps) > 1 else begun, steps[-1])
+    return Fingerprint(tuple(prefixes), opening, _hash(model + under), before, steps=steps, telling=telling)
 
 
 def answer_of(steps: Sequence[Any]) -> Answer:
@@ -221,14 +274,21 @@ def answer_of(steps: Sequence[Any]) -> Answer:
                     ids.update(_ids({"call_id": part.get("id")}))
                 elif part.get("type") not in _THOUGHTS and isinstance(part.get("text"), str):
                     texts.append(part["text"])
-    return marks(ids, "".join(texts))
+    return _marks(ids, "".join(texts))
 
 
 def marks(tool_ids: set[str], text: str) -> Answer:
     """Return the marks of an answer with these calls of tools and this text, whose outer white space clients may strip."""
+    line = max(map(str.strip, text[:MAX_CHARS].splitlines()), key=len, default="")
+    digest = _hash(line.encode("utf-8", "replace")) if len(line) >= LINE_CHARS else b""
+    return replace(_marks(tool_ids, text), line=digest)
+
+
+def _marks(tool_ids: set[str], text: str) -> Answer:
     text = text.strip()
     digest = _hash(text.encode("utf-8", "replace")) if text else b""
-    return Answer(frozenset(tool_ids), digest, len(text) >= LONG_CHARS)
+    written = islice((found[0] for found in _WRITTEN_ID.finditer(text, 0, MAX_CHARS)), MAX_IDS)
+    return Answer(frozenset((*tool_ids, *written)), digest, len(text) >= LONG_CHARS)
 
 
 def turn_of(body: Any) -> Literal["", "begins", "continues"]:
@@ -241,15 +301,18 @@ def turn_of(body: Any) -> Literal["", "begins", "continues"]:
 def ends_with_results(body: Any) -> bool:
     """Return whether a call brings the results of tools, so that its conversation continues without a person.
 
-    Behind them clients put reminders, and pictures that a tool has made.
+    Behind them clients put reminders, and pictures that a tool has made. A client that writes the calls into an answer's text gives their results
+    as text, too.
     """
     steps = body.get("messages", body.get("input")) if isinstance(body, dict) else None
     given: list[Any] = steps if isinstance(steps, list) else []
     for step in reversed(given):
         if _is_result(step):
             return True
-        if not isinstance(step, dict) or _is_answer(step):
+        if not isinstance(step, dict):
             break
+        if _is_answer(step):
+            return step is not given[-1] and not any(_ids(step)) and bool(_WRITTEN_ID.search(_text_of(step)))
     return False
 
 
@@ -302,6 +365,37 @@ def _before(steps: Sequence[Any], end: int) -> Before:
     begun, ended = next(_answers(steps, end), (0, 0))
     question = (_hash(_json(_plain(steps[end - 1]))),) if end and _has_own_marks(steps[end - 1]) else ()
     return Before(answer_of(steps[begun:ended]).own, question)
+
+
+def _last_question(steps: Sequence[Any]) -> int:
+    """Return the number of the last step that is neither an answer nor the result of a tool; -1 for none."""
+    numbers = reversed(range(len(steps)))
+    return next((each for each in numbers if not _is_answer(steps[each]) and not _is_result(steps[each])), -1)
+
+
+def _telling(under: bytes, step: Any) -> Telling | None:
+    """Return the message as one that may tell a conversation; None for one of a single line, and for any other step."""
+    if not isinstance(step, dict) or step.get("role") != "user":
+        return None
+    lines = _text_of(step)[:MAX_CHARS].splitlines()
+    if len(lines) < 2:
+        return None
+    fewest = max(len(lines) - MAX_LINES_BEHIND, (len(lines) + 1) // 2)
+    heads, seen = [], blake2b(digest_size=16)
+    for begin, end in pairwise((0, *range(fewest, len(lines) + 1))):
+        seen.update("".join(f"{line}\n" for line in lines[begin:end]).encode("utf-8", "replace"))
+        heads.append((end, seen.digest()))
+    return Telling(under, tuple(reversed(heads)))
+
+
+def _text_of(step: dict[str, Any]) -> str:
+    """Return the text of a message; "" where it has none, or several."""
+    content = _plain(step.get("content"))
+    return content if isinstance(content, str) else ""
+
+
+def _hash_of_lines(lines: Sequence[str]) -> bytes:
+    return _hash("".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
 
 
 def _is_own(tool_id: Any) -> bool:

@@ -187,11 +187,14 @@ class Recognition:
         """Return the session that a new one works for: as its client says, by the task that was handed to it, or by the name that both have."""
         tenant, name = tenant_of(call.owner), caller_name(headers, body)
         if name:
-            found = next(iter(self.conversations.named(tenant, name)), name)
+            # Others of this name ask for a title, say.
+            found = self.conversations.waiting(tenant, name)
+            found = found or next(iter(self.conversations.named(tenant, name)), name)
         elif not (found := self._callers.caller_of(tenant, body)) and call.conversation is not None:
             # Many clients may share such a key.
             is_shared = session_name(headers, body).source == "prompt_cache_key"
-            found = "" if is_shared else self.conversations.caller_of(call.conversation)
+            own_name = call.conversation.scope[1]
+            found = "" if is_shared else self.conversations.waiting(tenant, own_name, call.conversation)
         return found if found != call.session_id else ""
 
     def _came_back(self, call: SessionCall, body: dict[str, Any]) -> float | None:

@@ -14,6 +14,7 @@ import orjson
 
 NameSource = Literal["header", "metadata", "agent_hint", "prompt_cache_key", "none"]
 
+KEPT_HEADER, AFFINITY_HEADER = "X-Session-Id", "X-Session-Affinity"
 HEADERS = (
     "X-Claude-Code-Session-Id",
     "Session-Id",
@@ -23,7 +24,7 @@ HEADERS = (
     "Conversation_id",
     "X-Opencode-Session-Id",
     "X-Opencode-Session",
-    "X-Session-Affinity",
+    AFFINITY_HEADER,
     "X-Dynamo-Session-Id",
     "X-LiteLLM-Session-Id",
 )
@@ -66,6 +67,15 @@ def session_name(headers: Mapping[str, str], body: Mapping[str, Any]) -> Session
             agent = next((each for each in agents if _is_name(each) and each != name), "")
             return SessionName(name, source, agent or "")
     return UNNAMED
+
+
+def kept_session(headers: Mapping[str, str]) -> str | None:
+    """Return the stored conversation that a call is to be kept in; None where its headers name none.
+
+    OpenCode and Kilo Code send their own session's name in this header, too, and the same for routing: they ask for nothing to be stored.
+    """
+    name = headers.get(KEPT_HEADER)
+    return name if name != headers.get(AFFINITY_HEADER) else None
 
 
 def caller_name(headers: Mapping[str, str], body: Mapping[str, Any]) -> str:

@@ -143,6 +143,14 @@ async def test_a_reply_says_which_session_its_call_was_found_to_be_part_of(http:
     assert found[0].startswith("auto-") and len(set(found)) == 3 and found[2] == "named"
 
 
+async def test_a_client_that_sends_its_session_for_routing_has_nothing_stored(http: Http) -> None:
+    """As OpenCode and Kilo Code do, whose other header of this name is no wish for a stored conversation."""
+    name = {"X-Session-Id": "ses_dd0f", "X-Session-Affinity": "ses_dd0f"}
+    async with http.post(CHAT, json=BODY, headers=name) as reply:
+        assert reply.headers["X-Overture-Session"] == "ses_dd0f" and "X-Session-Id" not in reply.headers
+    assert (await http.get("/api/sessions/ses_dd0f")).status == 404
+
+
 async def test_a_helper_is_known_to_the_engine_and_shown_with_its_caller(
     server: Server, http: Http, monkeypatch: Patch
 ) -> None:

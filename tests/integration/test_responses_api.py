@@ -230,6 +230,16 @@ async def test_a_message_of_the_assistant_needs_no_type_and_all_of_its_text_is_r
     assert (split.output_text, split.usage.input_tokens) == (plain.output_text, plain.usage.input_tokens)
 
 
+async def test_the_details_of_usage_are_numbers(client: Client) -> None:
+    """The OpenAI Agents SDK for JavaScript refuses a stream that ends with lists there."""
+    replies = [await client.say("Hello!"), (await client.events("Hello!"))[-1].response]
+    for usage in (reply.usage for reply in replies):
+        for details in (usage.input_tokens_details, usage.output_tokens_details):
+            assert all(type(value) is int for value in details.model_dump(exclude_unset=True).values()), (
+                details
+            )
+
+
 async def test_items_are_named_by_their_ids(client: Client) -> None:
     """As the Vercel AI SDK does by default, and opencode with it."""
     first = await client.say("My name is Ann.")

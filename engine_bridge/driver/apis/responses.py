@@ -1,7 +1,7 @@
 """Responses as vLLM serves them, except for the last event of a stream that was cut, which tells its clients so, and for log probabilities.
 
 Log probabilities cover only the tokens of the text, a form that the client did not ask for is not told, thoughts are told in the form that clients
-give back where they ask for it, and a whole reply has the calls that its stream has.
+give back where they ask for it, a whole reply has the calls that its stream has, and usage has no empty lists.
 """
 
 from __future__ import annotations
@@ -90,10 +90,18 @@ def _as_asked(request: Any, reply: Any) -> Any:
     """
     for item in getattr(reply, "output", ()):
         _carry(request, item)
+    _drop_empty_lists(getattr(reply, "usage", None))
     form = getattr(getattr(reply, "text", None), "format", None)
     if form is not None and getattr(form, "name", "") == DEMANDED:
         reply.text = None
     return reply
+
+
+def _drop_empty_lists(usage: Any) -> None:
+    """Leave out the lists of vLLM's own that say nothing: the OpenAI Agents SDK for JavaScript takes numbers alone there, and ends the stream."""
+    for details in (getattr(usage, f"{kind}_tokens_details", None) for kind in ("input", "output")):
+        for name in [name for name, value in vars(details).items() if value == []] if details else ():
+            delattr(details, name)
 
 
 def _carry(request: Any, item: Any) -> None:

@@ -46,6 +46,7 @@ from gateway.hints.parsing import CallHints, hints_of, strip
 from gateway.people.usage import num_chars_of, spent_on
 from gateway.recognition.fingerprints import turn_of
 from gateway.recognition.recognition import SessionCall
+from gateway.recognition.session_names import KEPT_HEADER, kept_session
 from gateway.services import SERVICES, Services
 from gateway.settings.priorities import checked_priority
 from gateway.turns.background_responses import BackgroundResponse
@@ -55,7 +56,6 @@ from gateway.turns.replies import AnswerReader, with_previous
 log = logging.getLogger(__name__)
 
 SSE_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-SESSION_HEADER = "X-Session-Id"
 # The agent's name and the run of its workflow, from which learned advisories are learned.
 AGENT_HEADER, WORKFLOW_HEADER = "X-Agent-Name", "X-Workflow-Id"
 # What became of the hints of KV that a call brought.
@@ -138,7 +138,7 @@ async def _handle(
     is_background = _take_background(api, body)
     sender = services.client_of(owner, request)
     await bring_in(services, sender, body)
-    recording = await recording_of(services, owner, api, body, request.headers.get(SESSION_HEADER))
+    recording = await recording_of(services, owner, api, body, kept_session(request.headers))
     _check_size(services, api, body)
     asked = read_body(body)
     trace = request.get(TRACE, Trace())
@@ -312,7 +312,7 @@ def _headers(request: web.Request, recording: Recording | None, asker: EngineReq
     """Return the headers of an answer: the session that it is kept in or belongs to, and what became of the hints that its call brought."""
     told = {HINTS_HEADER: request[HINTS_TOLD]} if HINTS_TOLD in request else {}
     if recording is not None:
-        told[SESSION_HEADER] = recording.session_id
+        told[KEPT_HEADER] = recording.session_id
     # A name in other letters is left out: clients read headers as Latin-1.
     if asker.session_id and asker.session_id.isascii():
         told[FOUND_SESSION_HEADER] = asker.session_id

@@ -187,6 +187,92 @@ def test_a_question_from_which_the_client_has_taken_passing_context_is_answered_
     assert second is first and how == "rewritten"
 
 
+def test_a_summary_behind_the_instructions_leaves_a_talk_one_session() -> None:
+    """As LlamaIndex's `ChatSummaryMemoryBuffer` sends it."""
+    client, history, sessions = Client(Conversations()), [SYSTEM], set()
+    for turn in range(6):
+        history.append(user(f"Part {turn}?"))
+        summary = {"role": "system", "content": f"So far {'one ' * turn}was mended."}
+        sent = [SYSTEM, summary, *history[-3:]] if turn > 1 else history
+        sessions.add(client.ask(sent, said(f"{LONG} {turn}"))[0].session_id)
+        history.append(said(f"{LONG} {turn}"))
+    assert len(sessions) == 1
+
+
+def test_a_talk_whose_client_leaves_out_what_its_tools_did_is_one_session() -> None:
+    """As Griptape does: of each turn it keeps the question and the last answer."""
+    client, kept, sessions = Client(Conversations()), [SYSTEM], set()
+    for turn in range(4):
+        kept.append(user(f"part {turn}"))
+        loop = list(kept)
+        for step in range(2):
+            call = called(f"call-{turn}{step}-f3a9")
+            sessions.add(client.ask(list(loop), call)[0].session_id)
+            loop += [call, result(f"call-{turn}{step}-f3a9")]
+        sessions.add(client.ask(loop, said("Done."))[0].session_id)
+        kept.append(said("Done."))
+    assert len(sessions) == 1
+    other = [SYSTEM, user("part 0"), said("Done."), user("paint it"), said("Done."), user("part 3")]
+    assert client.ask(other, said("Done."))[1] == "new"
+
+
+def written(call_id: str) -> dict[str, Any]:
+    return said(f"Calling tools:\n[{{'id': '{call_id}', 'function': {{'name': 'bash'}}}}]")
+
+
+def test_a_loop_whose_client_writes_calls_and_results_as_text_is_one_session() -> None:
+    """As smolagents does, which also puts a plan of another call behind them."""
+    client, history, sessions = Client(Conversations()), [SYSTEM, user("mend it")], set()
+    for turn in range(6):
+        call_id = f"chatcmpl-tool-{turn:016x}"
+        sessions.add(client.ask(list(history), called(call_id))[0].session_id)
+        history += [written(call_id), user("Observation: done")]
+        assert ends_with_results({"messages": history})
+        if turn % 2:
+            history += [said(f"Plan {turn}"), user("Now carry it out.")]
+            assert not ends_with_results({"messages": history})
+    assert len(sessions) == 1
+
+
+ONE_MESSAGE = [
+    "## question\n{question}\n\n## trajectory\n{told}\n\nRespond with the fields `thought` and `tool`, each behind its heading.",
+    "Answer as well as you can.\n\nQuestion: {question}\nThought: {told}",
+    "This is a friendly talk.\n\nHuman: {question}\nAI: {told}\nAI:",
+]
+
+
+@pytest.mark.parametrize("form", ONE_MESSAGE)
+def test_a_loop_that_is_told_in_one_message_is_one_session(form: str) -> None:
+    """As DSPy's, Qwen-Agent's and LangChain's ReAct are, and conversations that are filled into a prompt's template."""
+    client = Client(Conversations())
+    told: dict[str, list[str]] = {"Is it shut?": [], "Is it open?": []}
+    sessions: dict[str, set[str]] = {question: set() for question in told}
+    for turn in range(5):
+        for question, lines in told.items():
+            shown = form.format(question=question, told="\n".join(lines))
+            answer = f"I look whether part {turn} of it fits.\nAction: look"
+            sessions[question].add(client.ask([SYSTEM, user(shown)], said(answer))[0].session_id)
+            lines += [answer, "Observation: it does"]
+    assert [len(each) for each in sessions.values()] == [1, 1]
+    assert len(set().union(*sessions.values())) == 2
+
+
+def test_questions_about_one_text_and_parts_of_one_are_conversations_of_their_own() -> None:
+    client = Client(Conversations())
+    sessions = {
+        client.ask(
+            [user(f"Read this.\n{LONG}\n{LONG}\nIs it {word}?")], said(f"No, it is not {word} at all.")
+        )[0].session_id
+        for word in ("red", "blue", "round")
+    }
+    assert len(sessions) == 3
+    summed_up = user("Read this.\nNo, it is not red at all.\nNo, it is not blue at all.\nWhat is it, then?")
+    assert client.ask([summed_up], said("Nothing."))[1] == "new"
+    known = [client.ask([user(f"Sum up.\nPart\n{LONG}")], said("It is all mended."))[0] for _ in range(2)]
+    merged, how = client.ask([user("Sum up.\nPart\nIt is all mended.\nIt is all mended.")], said("Yes."))
+    assert how == "new" and merged not in known
+
+
 def test_an_answer_of_few_words_joins_nothing_by_itself() -> None:
     client = Client(Conversations())
     first, _ = client.ask([SYSTEM, user("Is it red?")], said("Yes."))
@@ -282,7 +368,7 @@ def test_little_is_kept_of_a_call_that_is_large() -> None:
     ids = [f"call-{number}-{LONG}" for number in range(1000)]
     many = called("x") | {"tool_calls": [called(each)["tool_calls"][0] for each in ids]}
     kept, _ = client.ask([SYSTEM, user("mend it"), many, result(ids[0])], said("Done."))
-    assert 0 < len(kept.anchors) <= MAX_IDS + 1
+    assert 0 < len(kept.anchors) <= MAX_IDS + 2
     assert sum(map(len, kept.before.answer)) <= 16 * MAX_IDS
 
 
@@ -739,12 +825,14 @@ async def test_a_helper_is_known_by_what_its_client_says_of_its_caller(
         assert call is not None
         return call
 
+    title = await ask([user("Think of a title: mend it")], {"Session-Id": "main"})
+    recognition.ended(title, AnswerReader("chat"))
     main = await ask([SYSTEM, user("mend it")], {"Session-Id": "main"})
     reader = AnswerReader("chat")
     reader.feed_json(orjson.dumps({"choices": [{"message": called("c-7f"), "finish_reason": "tool_calls"}]}))
     recognition.ended(main, reader)
     helper = await ask([user("Say what is wrong with it.")], headers, **body)
-    assert helper.caller == "main" and helper.session_id != "main"
+    assert helper.caller == main.session_id != helper.session_id
     stranger = await ask([user("Say what is wrong with it, too.")], {"Session-Id": "other"})
     assert not stranger.caller
     shared = await ask([user("And with that.")], {}, prompt_cache_key="main")
