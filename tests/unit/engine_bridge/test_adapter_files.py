@@ -109,6 +109,21 @@ def test_weights_of_the_base_model_are_passed_over(folder: Path, monkeypatch: py
     AdapterStore(folder.parent / "copies").copy(found.content_hash, folder)
 
 
+def test_weights_for_what_takes_no_adapter_are_part_of_the_adapter_and_noted(folder: Path) -> None:
+    """Adapters that were trained on all linear layers have some for what reads pictures; vLLM adapts the language model alone."""
+    model = contract(unadapted=("visual.", "mtp."))
+    seen = {"visual.blocks.0.attn.qkv": (16, 24), "visual.merger.mlp.0": (16, 16)}
+    files, buffer = load(make_adapter(folder, modules=LINEARS | seen), model)
+    assert "visual are not applied" in "".join(files.notes)
+    assert contents_of(folder).content_hash == adapter_files.content_hash(files, memoryview(buffer))
+    assert (
+        files.held_bytes == inspect(make_adapter(folder.parent / "less", modules=LINEARS), model).held_bytes
+    )
+    assert refusal(folder).code == "unknown_module"
+    refused = refusal(make_adapter(folder.parent / "none", modules=seen), model)
+    assert "None of the adapter's weights" in str(refused) and "visual" in str(refused)
+
+
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
 def test_a_file_changed_in_place_is_another_whatever_its_time_and_size(folder: Path, name: str) -> None:
     """As a copying tool that keeps times leaves it."""
