@@ -133,7 +133,7 @@ class AdapterFiles:
         target_modules: the last parts of its modules' names, sorted.
         base_model: the model that it was trained on, as its configuration names it.
         signature: changes when one of the two files does (size, time of change, inode); good for one machine.
-        notes: oddities that are no errors, as sentences.
+        notes: oddities that are no errors, as sentences; unapplied: those that change answers.
         head_digest: SHA-256 over the canonical configuration and the header.
     """
 
@@ -147,6 +147,7 @@ class AdapterFiles:
     base_model: str | None
     signature: str
     notes: tuple[str, ...]
+    unapplied: tuple[str, ...]
     head_digest: bytes = field(repr=False)
 
 
@@ -176,7 +177,8 @@ def inspect(path: Path | str, contract: ModelContract) -> AdapterFiles:
         target_modules=tuple(sorted({tensor.module.rpartition(".")[2] for tensor in tensors})),
         base_model=base_model,
         signature=found.signature,
-        notes=_other_base_model(base_model, contract) + _unused(tensors, contract),
+        notes=_other_base_model(base_model, contract),
+        unapplied=_unused(tensors, contract),
         head_digest=found.head_digest,
     )
 
@@ -451,18 +453,14 @@ def _unused(tensors: Sequence[TensorInfo], contract: ModelContract) -> tuple[str
 
 def _not_applied(tensors: Iterable[TensorInfo], contract: ModelContract) -> str:
     """Return a sentence on weights for what takes no adapter here; "" if there are none."""
-    places = sorted({_place(t.module) for t in tensors if t.module not in contract.modules})
+    others = (t.module for t in tensors if t.module not in contract.modules)
+    places = sorted({module.removeprefix("model.").partition(".")[0] for module in others})
     if not places:
         return ""
     return (
         f"Its weights for {', '.join(places)} are not applied: adapters change the language model alone, unless the model can have "
         "--engine-arg enable_tower_connector_lora=true."
     )
-
-
-def _place(module: str) -> str:
-    """Return the beginning of a module's name, which says what part of the model it belongs to."""
-    return module.removeprefix("model.").partition(".")[0]
 
 
 # --- the weights -----------------------------------------------------------------------------------------------------------------------
