@@ -87,8 +87,9 @@ class Catalog:
                 "Raise --adapter-host-gib.",
                 code="too_large",
             )
-        for note in files.notes:
-            log.debug("adapter %s: %s", quoted(name), note)
+        for level, notes in ((logging.DEBUG, files.notes), (logging.WARNING, files.unapplied)):
+            for note in notes:
+                log.log(level, "adapter %s: %s", quoted(name), note)
         content, checksum = self._hashes(path, files)
         if self._is_looked_after:
             self._copies.make(content, path, {record.content_hash for record in self._served.copy().values()})

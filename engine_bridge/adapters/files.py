@@ -14,7 +14,7 @@ import hashlib
 import math
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import FileIO
@@ -69,6 +69,7 @@ class ModelContract:
         embedding_modules: those of `modules` that are embeddings, whose lora_A is [rank, vocabulary].
         parts_of: modules of the engine's model that take no adapter under their own name -> the last names of their parts, which do.
         unused_modules: those of `modules` whose adapters the engine takes and does not apply.
+        unadapted: beginnings of the names of further modules of which that holds, such as those that read pictures.
         dtype: the type that the engine computes adapters in, `F32`, `F16` or `BF16`: weights are converted to it.
         scales: makes of a configuration: name of a module as in the checkpoint -> factor by which the engine multiplies its lora_B. May raise
             ValueError, TypeError.
@@ -82,6 +83,7 @@ class ModelContract:
     embedding_modules: frozenset[str] = frozenset()
     parts_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     unused_modules: frozenset[str] = frozenset()
+    unadapted: tuple[str, ...] = ()
     dtype: str = "F32"
     scales: Callable[[dict[str, Any]], Callable[[str], float]] = plain_scales
 
@@ -90,6 +92,10 @@ class ModelContract:
         """A bound on the header of any adapter for this model, in bytes."""
         names_bytes = sum(len(name) for name in self.modules)
         return METADATA_BYTES + 2 * (names_bytes + ENTRY_BYTES * len(self.modules))
+
+    def passes_over(self, module: str) -> bool:
+        """Return whether a module that takes no adapter is one that adapters may have weights for all the same."""
+        return module.startswith(self.unadapted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +133,7 @@ class AdapterFiles:
         target_modules: the last parts of its modules' names, sorted.
         base_model: the model that it was trained on, as its configuration names it.
         signature: changes when one of the two files does (size, time of change, inode); good for one machine.
-        notes: oddities that are no errors, as sentences.
+        notes: oddities that are no errors, as sentences; unapplied: those that change answers.
         head_digest: SHA-256 over the canonical configuration and the header.
     """
 
@@ -141,6 +147,7 @@ class AdapterFiles:
     base_model: str | None
     signature: str
     notes: tuple[str, ...]
+    unapplied: tuple[str, ...]
     head_digest: bytes = field(repr=False)
 
 
@@ -165,11 +172,13 @@ def inspect(path: Path | str, contract: ModelContract) -> AdapterFiles:
         rank=rank,
         tensors=tensors,
         num_bytes=sum(tensor.num_bytes for tensor in tensors),
-        held_bytes=sum(math.prod(tensor.shape) for tensor in tensors) * ITEM_BYTES[contract.dtype],
+        held_bytes=sum(math.prod(tensor.shape) for tensor in tensors if tensor.module in contract.modules)
+        * ITEM_BYTES[contract.dtype],
         target_modules=tuple(sorted({tensor.module.rpartition(".")[2] for tensor in tensors})),
         base_model=base_model,
         signature=found.signature,
-        notes=_other_base_model(base_model, contract) + _unused(tensors, contract),
+        notes=_other_base_model(base_model, contract),
+        unapplied=_unused(tensors, contract),
         head_digest=found.head_digest,
     )
 
@@ -322,7 +331,7 @@ def _tensor(entry: TensorSpan, header: Header, begin: int, contract: ModelContra
         raise AdapterRejected(
             f"Tensor {quoted(entry.name)} is no LoRA weight.", code="unexpected_tensor"
         ) from error
-    if module not in contract.modules:
+    if module not in contract.modules and not contract.passes_over(module):
         raise _unknown_module(module, contract.parts_of.get(module, ()))
     if len(entry.shape) != 2:
         raise _wrong_shape(module, f"a weight has {len(entry.shape)} dimensions instead of 2")
@@ -352,8 +361,14 @@ def _check_tensors(tensors: tuple[TensorInfo, ...], config: dict[str, Any], cont
     for module, (a, b) in _halves(tensors).items():
         rank = rank_of(_checkpoint_module(a.name))
         _check_rank(module, a.shape[0], b.shape[1], rank)
-        _check_features(module, a.shape[1], b.shape[0], contract)
+        if module in contract.modules:
+            _check_features(module, a.shape[1], b.shape[0], contract)
         largest = max(largest, rank)
+    if contract.modules.keys().isdisjoint(tensor.module for tensor in tensors):
+        raise AdapterRejected(
+            f"None of the adapter's weights can be applied. {_not_applied(tensors, contract)}",
+            code="unknown_module",
+        )
     return largest
 
 
@@ -428,13 +443,23 @@ def _other_base_model(name: str | None, contract: ModelContract) -> tuple[str, .
     return (f"It was trained on {quoted(name)}, which is not a name of the model served here.",)
 
 
-def _unused(tensors: Iterable[TensorInfo], contract: ModelContract) -> tuple[str, ...]:
-    """Return a note on weights that the engine, like vLLM, does not apply."""
+def _unused(tensors: Sequence[TensorInfo], contract: ModelContract) -> tuple[str, ...]:
+    """Return notes on weights that the engine, like vLLM, does not apply."""
     names = sorted({t.module.rpartition(".")[2] for t in tensors if t.module in contract.unused_modules})
-    if not names:
-        return ()
+    of_attention = f"Its weights for {', '.join(names)} are not applied: this model's attention has these weights in a form that takes no adapter."
+    of_others = _not_applied(tensors, contract)
+    return (of_attention,) * bool(names) + (of_others,) * bool(of_others)
+
+
+def _not_applied(tensors: Iterable[TensorInfo], contract: ModelContract) -> str:
+    """Return a sentence on weights for what takes no adapter here; "" if there are none."""
+    others = (t.module for t in tensors if t.module not in contract.modules)
+    places = sorted({module.removeprefix("model.").partition(".")[0] for module in others})
+    if not places:
+        return ""
     return (
-        f"Its weights for {', '.join(names)} are not applied: this model's attention has these weights in a form that takes no adapter.",
+        f"Its weights for {', '.join(places)} are not applied: adapters change the language model alone, unless the model can have "
+        "--engine-arg enable_tower_connector_lora=true."
     )
 
 

@@ -43,6 +43,7 @@ class Family(Struct, frozen=True):
         )
 
 
+_LING = ("bailing_hybrid", "bailing_moe_v3_vl")
 # The first that fits counts. Marks are what each family's own template writes. Source: vLLM 0.32's parsers, and the published templates.
 TOOL_FAMILIES = (
     Family("deepseek_v32", ("deepseek_v32",)),
@@ -54,7 +55,16 @@ TOOL_FAMILIES = (
     Family("gemma4", ("gemma4", "gemma4_text", "gemma4_unified")),
     Family("kimi_k3", ("kimi_k3",)),
     Family("kimi_k2", marks=("<|tool_calls_section_begin|>",)),
+    # These three write arguments as GLM does, and what stands around them otherwise.
+    Family("hy_v3", ("hy_v3",)),
+    Family("ling3", _LING, ("<arg_key>",)),
+    Family("poolside_v1", ("laguna",), ("<arg_key>",)),
     Family("glm47", marks=("<arg_key>",)),
+    Family("k2_horizon", marks=("<ifm|tool_calls>",)),
+    Family("plamo3", marks=("<|plamo:begin_tool_requests:plamo|>",)),
+    Family("gigachat3", marks=("<|function_call|>",)),
+    Family("granite-20b-fc", ("gpt_bigcode",), ("<function_call>",)),
+    Family("minicpm5", marks=("<function name=", "<param name=")),
     Family("minimax_m3", ("minimax_m3_vl",)),
     Family("minimax_m2", marks=("<minimax:tool_call>",)),
     Family("seed_oss", marks=("<seed:tool_call>",)),
@@ -101,7 +111,13 @@ REASONING_FAMILIES = (
     Family("seed_oss", marks=("<seed:think>",)),
     Family("step3p5", ("step3p5", "step3p7")),
     Family("step3", ("step3_text", "step3_vl")),
+    Family("hy_v3", ("hy_v3",)),
     Family("hy_v4", ("hy_v4",)),
+    Family("ling3", _LING, ("<think>", "<arg_key>")),
+    Family("poolside_v1", ("laguna",), ("<think>", "<assistant>")),
+    Family("minicpmv", ("minicpmv4_6", "minicpmv4_7"), ("<think>",)),
+    Family("k2_horizon", marks=("<ifm|think>",)),
+    Family("plamo3", marks=("<|plamo:begin_think:plamo|>",)),
     Family("hunyuan_a13b", ("hunyuan_v1_moe", "hunyuan_v1_dense"), ("<think>",)),
     Family("ernie45", ("ernie4_5", "ernie4_5_moe", "ernie4_5_vl_moe"), ("<think>",)),
     Family("muse_glimmer", ("muse_glimmer", "muse_glimmer_text")),

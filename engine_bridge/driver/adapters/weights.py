@@ -211,7 +211,7 @@ class Loader:
         mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)
         model = LoRAModel.from_lora_tensors(
             adapter_id,
-            {info.name: _view(data, info) for info in files.tensors},
+            {info.name: _view(data, info) for info in files.tensors if info.module in self._contract.modules},
             PEFTHelper.from_dict(dict(files.config)),
             device="cpu",
             dtype=self._dtype,
@@ -330,6 +330,7 @@ class ContractFacts(Struct, frozen=True, kw_only=True):
     embedding_modules: frozenset[str]
     parts_of: dict[str, tuple[str, ...]]
     unused_modules: frozenset[str]
+    unadapted: tuple[str, ...]
     dtype: str
     renames: Any
 
@@ -377,6 +378,7 @@ def contract_facts(manager: Any) -> ContractFacts:
         embedding_modules=frozenset(embeddings),
         parts_of=parts_of,
         unused_modules=_read_elsewhere(manager),
+        unadapted=tuple(_left_as_they_are(manager)),
         dtype=_DTYPE_NAMES[manager.lora_config.lora_dtype],
         renames=mapper.get_rename_mapper() if mapper is not None else None,
     )
@@ -408,6 +410,29 @@ def _read_elsewhere(manager: Any) -> frozenset[str]:
     }
     layers = manager.modules.items()
     return frozenset(name for name, layer in layers if id(getattr(layer, "base_layer", None)) in held)
+
+
+def _left_as_they_are(manager: Any) -> Iterator[str]:
+    """Yield the beginnings of the names of modules of which vLLM takes adapters' weights and does not apply them.
+
+    They read pictures and sounds, or draft tokens. Source: vLLM 0.32, `LoRAModelManager._get_punica_wrapper` and `LoRAModel.from_local_checkpoint`.
+    """
+    yield from getattr(manager.model, "lora_skip_prefixes", ())
+    if getattr(manager, "supports_mm", False):
+        adapted = tuple(f"{prefix.rstrip('.')}." for prefix in manager.punica_wrapper_mapping)
+        yield from _outside(manager.model, "", adapted)
+
+
+def _outside(module: torch.nn.Module, path: str, adapted: tuple[str, ...]) -> Iterator[str]:
+    """Yield the paths of the largest modules in a module, each with a dot behind it, that neither lie in one of those adapted nor hold one."""
+    for name, child in module.named_children():
+        inside = f"{path}{name}."
+        if inside.startswith(adapted):
+            continue
+        if any(each.startswith(inside) for each in adapted):
+            yield from _outside(child, inside, adapted)
+        else:
+            yield inside
 
 
 def _part_shapes(parts: Sequence[str], shapes: Sequence[tuple[int, int]]) -> dict[str, tuple[int, int]]:

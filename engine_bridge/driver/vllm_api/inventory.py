@@ -336,6 +336,7 @@ vllm.lora.model_manager:LRUCacheLoRAModelManager LORA
     CPU_LORA: write supported_lora_modules
     write _last_mapping lora_index_to_id
     read device lora_config model modules packed_modules packed_modules_mapping punica_wrapper_mapping supported_lora_modules
+    read supports_mm
     call _create_merged_loras_inplace(lora_model) remove_all_adapters()
 # -- adapters: experts on a CPU ----------------------------------------------------------------------------------------
 vllm.model_executor.layers.fused_moe.layer CPU_LORA

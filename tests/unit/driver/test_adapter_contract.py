@@ -26,6 +26,10 @@ def layer(*widths: int) -> Any:
 
 
 def contract(packed: dict[str, list[str]], **layers: Any) -> ModelContract:
+    return contract_of(manager_of(packed, **layers), ())
+
+
+def manager_of(packed: dict[str, list[str]], **layers: Any) -> Any:
     """Of a model with these layers and this table; vLLM notes in its manager which of its layers have parts."""
     places = {"gate_up_proj": MLP, "in_proj_qkvz": MLP, "qkv_proj": ATTENTION}
     modules = {f"{places[name]}.{name}": each for name, each in layers.items()}
@@ -39,8 +43,7 @@ def contract(packed: dict[str, list[str]], **layers: Any) -> ModelContract:
     config = SimpleNamespace(max_lora_rank=MAX_RANK, lora_dtype=torch.bfloat16)
     tables = {"packed_modules": dict(parts()), "packed_modules_mapping": packed, "modules": modules}
     tables["supported_lora_modules"] = list(layers)
-    manager = SimpleNamespace(**tables, model=torch.nn.Module(), lora_config=config)
-    return contract_of(manager, ())
+    return SimpleNamespace(**tables, model=torch.nn.Module(), lora_config=config)
 
 
 def table_of(module: str, model: str) -> dict[str, list[str]]:
@@ -74,6 +77,22 @@ def test_where_a_models_checkpoints_are_fused_the_fused_module_takes_adapters(tm
     # Gated delta nets: queries, keys and values are one part of several slices, what gates them is another.
     parts = contract({"in_proj_qkvz": ["in_proj_qkv", "in_proj_z"]}, in_proj_qkvz=layer(16, 16, 32, 8))
     assert parts.modules == {f"{MLP}.in_proj_qkv": (HIDDEN, 64), f"{MLP}.in_proj_z": (HIDDEN, 8)}
+
+
+def test_what_reads_pictures_keeps_its_weights_unless_it_is_adapted_too() -> None:
+    within = {"language_model": torch.nn.Linear(2, 2), "tower": torch.nn.Linear(2, 2)}
+    for adapted, left in (
+        (["model.language_model"], ("model.tower.", "projector.")),
+        (["model.language_model.", "model.tower."], ("projector.",)),
+    ):
+        manager = manager_of({}, qkv_proj=layer(24))
+        manager.model.model, manager.model.projector = torch.nn.ModuleDict(within), torch.nn.Linear(2, 2)
+        assert contract_of(manager, ()).unadapted == ()
+        manager.supports_mm, manager.punica_wrapper_mapping = True, dict.fromkeys(adapted)
+        assert contract_of(manager, ()).unadapted == left
+    manager = manager_of({}, qkv_proj=layer(24))
+    manager.model.lora_skip_prefixes = ["mtp."]
+    assert contract_of(manager, ()).unadapted == ("mtp.",)
 
 
 def test_a_part_that_is_loaded_from_anothers_weights_takes_that_ones_adapter() -> None:

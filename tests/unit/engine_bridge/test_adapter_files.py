@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from engine_bridge.adapters import files as adapter_files
+from engine_bridge.adapters.catalog import Catalog
 from engine_bridge.adapters.config import ranks_of
 from engine_bridge.adapters.contents import contents_of
 from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.adapters.files import AdapterFiles, ModelContract, check_finite, inspect, read
+from engine_bridge.adapters.registry import Registry
 from engine_bridge.adapters.store import AdapterStore
 from tests import adapter_corpus as corpus
 from tests.adapter_corpus import CONFIG_FILE, WEIGHTS_FILE, Tensor, Tensors, make_adapter, names_of
@@ -109,6 +111,24 @@ def test_weights_of_the_base_model_are_passed_over(folder: Path, monkeypatch: py
     AdapterStore(folder.parent / "copies").copy(found.content_hash, folder)
 
 
+def test_weights_for_what_takes_no_adapter_are_part_of_the_adapter_and_said(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Adapters that were trained on all linear layers have some for what reads pictures; vLLM adapts the language model alone."""
+    model = contract(unadapted=("visual.", "mtp."))
+    seen = {"visual.blocks.0.attn.qkv": (16, 24), "visual.merger.mlp.0": (16, 16)}
+    files, buffer = load(make_adapter(folder, modules=LINEARS | seen), model)
+    Catalog(Registry(None), model, 1 << 30).add("all-linear", str(folder))
+    assert caplog.text.count("visual are not applied") == 1
+    assert contents_of(folder).content_hash == adapter_files.content_hash(files, memoryview(buffer))
+    assert (
+        files.held_bytes == inspect(make_adapter(folder.parent / "less", modules=LINEARS), model).held_bytes
+    )
+    assert refusal(folder).code == "unknown_module"
+    refused = refusal(make_adapter(folder.parent / "none", modules=seen), model)
+    assert "None of the adapter's weights" in str(refused) and "visual" in str(refused)
+
+
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
 def test_a_file_changed_in_place_is_another_whatever_its_time_and_size(folder: Path, name: str) -> None:
     """As a copying tool that keeps times leaves it."""
@@ -147,7 +167,8 @@ def test_oddities_that_are_no_errors_are_notes(folder: Path) -> None:
         make_adapter(folder, modules=LINEARS, config_overrides=overrides)
         files, _ = load(folder, model)
         assert files.base_model == base_model and files.rank == 8
-        assert len(files.notes) == bool(note) and note in "".join(files.notes)
+        notes = files.notes + files.unapplied
+        assert len(notes) == bool(note) and note in "".join(notes)
 
 
 def test_rank_pattern_gives_single_modules_their_own_rank(folder: Path) -> None:

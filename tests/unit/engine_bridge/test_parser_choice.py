@@ -17,6 +17,11 @@ TOOL_PARSERS = [
     ("deepseek_v3", "tools <｜tool▁calls▁begin｜> ```json", "deepseek_v3"),
     ("deepseek_v3", "tools <｜tool▁calls▁begin｜> thinking </think>", "deepseek_v31"),
     ("glm4_moe", "tools <tool_call>{name}<arg_key>", "glm47"),
+    ("hy_v3", "tools <tool_calls><tool_call>name<tool_sep><arg_key>", "hy_v3"),
+    ("bailing_hybrid", "tools <tool_call>{name}<arg_key>", "ling3"),
+    ("laguna", "tools <tool_call>{name}<arg_key>", "poolside_v1"),
+    ("plamo3", "tools <|plamo:begin_tool_requests:plamo|>", "plamo3"),
+    ("k2_horizon", "tools <ifm|tool_calls><ifm|tool_call>", "k2_horizon"),
     ("gpt_oss", "no word of them", "openai"),
     ("granitemoehybrid", "tools <tool_call>", "granite4"),
 ]
@@ -25,6 +30,10 @@ REASONING_PARSERS = [
     ("qwen2", HERMES + "<|assistant|><think>", "deepseek_r1"),
     ("deepseek_v3", "{% if thinking %}<think>{% else %}</think>{% endif %}", "deepseek_v3"),
     ("glm4_moe", "<think></think>", "glm45"),
+    ("hy_v3", "<think>{{ reasoning_effort }}", "hy_v3"),
+    ("bailing_hybrid", "<think> <arg_key>", "ling3"),
+    ("bailing_hybrid", "<think>", "deepseek_r1"),
+    ("minicpmv4_6", "<think>{{ enable_thinking }}", "minicpmv"),
     ("qwen2", HERMES, ""),
 ]
 
