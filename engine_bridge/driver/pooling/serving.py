@@ -189,6 +189,7 @@ def read_in_turn(processor: Any) -> None:
     read = processor.render_async
 
     async def in_turn(call: Call, prompt: Any) -> Any:
+        """Split a prompt into tokens once few of its tenant's are split."""
         async with call.turns:
             return await read(prompt)
 
