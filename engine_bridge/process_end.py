@@ -40,8 +40,7 @@ def leave(code: int) -> NoReturn:
     """End the process, all of whose parts are closed. Does not return.
 
     Functions that are registered for the interpreter's end are called (libraries remove temporary files, end helpers and release semaphores there).
-    The rest of
-    the interpreter's end is left out: it waits for every thread, also for a thread that hangs, and takes all objects apart.
+    The rest of the interpreter's end is left out: it waits for every thread, also for a thread that hangs, and takes all objects apart.
     """
     with suppress(Exception):
         atexit._run_exitfuncs()

@@ -1,8 +1,7 @@
 """Several nodes as one: a `Node` that sends each request where `Homes` says, and tells `Homes` where the session's KV is then.
 
 A request of which nothing was passed on yet is tried once more on another node when its node fails, and its client does not notice; an answer that
-has
-begun ends with the error, which may be retried. What concerns no single request (progress, adapters, figures) is put together from all nodes.
+has begun ends with the error, which may be retried. What concerns no single request (progress, adapters, figures) is put together from all nodes.
 """
 
 from __future__ import annotations

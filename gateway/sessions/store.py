@@ -454,6 +454,7 @@ class SessionStore:
         response_id: str | None = None,
         response: StoredResponse | None = None,
         previous: str | None = None,
+        is_version: bool = False,
         makes_session: bool = False,
         pictures: Sequence[str] = (),
         now: float,
@@ -462,7 +463,9 @@ class SessionStore:
 
         The same turn id with the same content is stored once. Most arguments are those of `begin_turn` and `finish_turn`. response_id: the name
         by which `responses.find` finds the turn. response: the call itself, for `responses.read`. previous: the response that the call
-        continues; if that is in this session, the turn follows its turn, else the last one shown. makes_session: make the session in the same
+        continues; if that is in this session, the turn follows its turn, else the last one shown. is_version: make the turn another version of the
+        last one shown instead, if that has the same content: each step of a program of tools answers the same message.
+        makes_session: make the session in the same
         transaction if it does not exist; if it was deleted, that is a `conflict`.
 
         Returns:
@@ -475,19 +478,9 @@ class SessionStore:
             checked_id(session_id, "session_id")
         end = End(answer, checked_end(status), finish_reason, encoded(usage), timings=None)
         message = NewMessage(checked_id(turn_id, "id"), content, clean(adapter), UNSET, now, tuple(pictures))
-        return await self._write(
-            owner,
-            transactions.record,
-            owner,
-            session_id,
-            message,
-            end,
-            token_ids,
-            clean(response_id),
-            response,
-            clean(previous),
-            makes_session,
-        )
+        call = (clean(response_id), response, clean(previous))
+        told = (owner, session_id, message, end, token_ids, *call, is_version, makes_session)
+        return await self._write(owner, transactions.record, *told)
 
     async def find_turn(self, owner: str, turn_id: str) -> SessionId | None:
         """Return the session in which this owner has a turn of this id (the latest, if there are several); None if there is none."""

@@ -460,6 +460,7 @@ def record(
     response_id: str | None,
     response: StoredResponse | None,
     previous: str | None,
+    is_version: bool,
     makes_session: bool,
 ) -> Turn | None:
     """Store a turn that is over already; see `SessionStore.record_turn`."""
@@ -478,6 +479,9 @@ def record(
         added_bytes += len(response.reply) + len(response.items)
     quota.check(conn, owner, added_bytes, message.now)
     parent = _parent_of_call(conn, owner, row, previous)
+    if is_version and parent != tree.START:
+        (last,) = conn.execute("SELECT content FROM turns WHERE seq = ?", (parent,)).fetchone()
+        parent = tree.parent_of(conn, parent) if last == content else parent
     conn.execute(
         """INSERT INTO turns (session, id, content, adapter, created_at, response_id, answer, status, finish_reason, usage, timings)
            VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)""",

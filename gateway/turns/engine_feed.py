@@ -1,8 +1,7 @@
 """The engine room, pushed to the sockets that watch it. Source: docs/protocol.md, "The engine room".
 
 Without watchers no picture is made. A socket that has not taken the last picture gets no further one, so a slow reader costs one picture; a socket
-that
-takes nothing at all is closed as elsewhere.
+that takes nothing at all is closed as elsewhere.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def session_named(header: str | None, body: dict[str, Any]) -> str | None:
 
 
 def question_of(api: Api, body: dict[str, Any]) -> str:
-    """Return the text of the last user message, "" if there is none."""
+    """Return the text of the last user message, "" if there is none. Anthropic's results of tools, which are user messages, are passed over."""
     if api == "completions":
         prompt = body.get("prompt")
         return prompt if isinstance(prompt, str) else ""
@@ -56,7 +56,11 @@ def question_of(api: Api, body: dict[str, Any]) -> str:
     messages = body.get("input" if api == "responses" else "messages")
     for message in reversed(messages if isinstance(messages, list) else []):
         if isinstance(message, dict) and message.get("role") == "user":
-            return text_of(message.get("content"))
+            content = message.get("content")
+            parts = content if isinstance(content, list) else []
+            has_result = any(isinstance(part, dict) and part.get("type") == "tool_result" for part in parts)
+            if (text := text_of(content)) or not has_result:
+                return text
     return ""
 
 
@@ -98,8 +102,7 @@ def items_of(turns: Sequence[tuple[Turn, StoredResponse | None]]) -> list[Any]:
     """Return a response's whole conversation as items of a Responses call's `input`.
 
     Turns that were Responses calls give their very items, calls of tools and their results among them. Such a call without `previous_response_id` was
-    a
-    beginning: earlier turns of its session were not part of it.
+    a beginning: earlier turns of its session were not part of it.
 
     Args:
         turns: the turns of its session, up to and including it.

@@ -1,8 +1,7 @@
 """Titles by the model: a conversation named after its first words gets a better name once the engine has nothing else to do.
 
 The request for a title waits for an idle engine, has the lowest priority, and is given up as soon as another request comes, so it shares a step or
-two
-with an answer at most. A name that a person gave stays.
+two with an answer at most. A name that a person gave stays.
 """
 
 from __future__ import annotations

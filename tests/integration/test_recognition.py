@@ -11,7 +11,8 @@ import pytest
 
 from gateway.app import Server
 
-from .facts import BODY, CHAT, MODEL, Http, Patch
+from .conftest import told
+from .facts import BODY, CHAT, MESSAGES, MODEL, Http, Patch
 
 QUESTION = "What is the weather in Paris?"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -98,6 +99,37 @@ async def responses_loop(server: Server, *, stream: bool, store: bool = False) -
         items += [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in said.output]
         items.append({"type": "function_call_output", "call_id": call.call_id, "output": await tool(server)})
         assert (await client.responses.create(input=items, **wish)).output_text
+
+
+async def test_the_steps_of_a_loop_that_is_stored_are_versions_of_one_answer(http: Http) -> None:
+    """The page shows the question once, with the last answer; whoever asks again begins another turn."""
+    asked = {"role": "user", "content": QUESTION}
+    call: Any = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}
+    used = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": RESULT}
+    loops = {
+        CHAT: [
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call_1", "content": RESULT},
+        ],
+        MESSAGES: [{"role": "assistant", "content": [used]}, {"role": "user", "content": [result]}],
+    }
+    for path, step in loops.items():
+        name = f"stored{path.replace('/', '-')}"
+        for messages in ([asked], [asked, *step], [asked, *step, *step]):
+            body = {"model": MODEL, "messages": messages, "max_tokens": 8}
+            await told(http.post(path, json=body, headers={"X-Session-Id": name}))
+        (turn,) = (await told(http.get(f"/api/sessions/{name}")))["turns"]
+        assert (
+            turn["content"] == QUESTION and len(turn["versions"]) == 3 and turn["id"] == turn["versions"][-1]
+        )
+        again = {
+            "model": MODEL,
+            "messages": [asked, *step, {"role": "assistant", "content": "Sunny."}, asked],
+            "max_tokens": 8,
+        }
+        await told(http.post(path, json=again, headers={"X-Session-Id": name}))
+        assert len((await told(http.get(f"/api/sessions/{name}")))["turns"]) == 2
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -20,6 +20,7 @@ from engine_bridge.calls.prompt_embeds import FIELD, embeddings_of
 from engine_bridge.policy.limits.request_limits import measure
 from engine_bridge.protocol.node import COUNTING_APIS, Api
 from gateway.errors import GatewayError
+from gateway.recognition.fingerprints import ends_with_results
 from gateway.services import Services
 from gateway.sessions import ResponseHistory, StoredResponse, checked_id
 from gateway.sessions.pictures import describe
@@ -46,6 +47,7 @@ class Recording:
         previous: of a Responses call, its `previous_response_id`.
         is_kept: whether it is kept at all; a call with `store` false that goes on from a response is not, unless it names its session, too.
         is_named: whether the call names its session; otherwise it begins a new session, of which only the response is kept.
+        brings_results: whether the call brings the results of tools that the answer before has asked for.
         pictures: those of the question, as `data:` URLs.
         history_token_ids: the ids of the conversation so far, packed, as far as they are known.
     """
@@ -59,6 +61,7 @@ class Recording:
     history_token_ids: bytes = b""
     is_kept: bool = True
     is_named: bool = True
+    brings_results: bool = False
     pictures: tuple[str, ...] = ()
 
 
@@ -68,8 +71,7 @@ async def recording_of(
     """Return the session that a call belongs to: by its header, its body's `session_id` or `metadata.session_id`, or its `previous_response_id`.
 
     With `previous_response_id` the conversation up to that response is put in front of `input`, so it works after a restart too; with `conversation`
-    all that
-    the session of this name holds. An item that is named by its id is put in its place. Calls that count tokens belong to no session.
+    all that the session of this name holds. An item that is named by its id is put in its place. Calls that count tokens belong to no session.
 
     Raises:
         GatewayError: `not_found` for a name that is not stored, `bad_request` for an id that no session may have.
@@ -107,7 +109,8 @@ async def recording_of(
     session_id = session_id or uuid.uuid4().hex
     adapter, question = adapter_named(services, body), question_of(api, body)
     shown = tuple(shown_in(api, body)) if is_named else ()
-    return Recording(owner, session_id, question, adapter, kept, previous, history, is_kept, is_named, shown)
+    how = {"is_kept": is_kept, "is_named": is_named, "brings_results": ends_with_results(body)}
+    return Recording(owner, session_id, question, adapter, kept, previous, history, **how, pictures=shown)
 
 
 async def _went_before(
@@ -185,8 +188,7 @@ async def record(
     """Keep a call as a turn, and tell the pages that show its session.
 
     A full disk or quota must not turn a good answer into an error: it is logged. Of a session that was deleted a moment ago only responses are kept,
-    which
-    their client may name again: each begins another session.
+    which their client may name again: each begins another session.
 
     Args:
         services: the gateway's parts.
@@ -213,6 +215,7 @@ async def record(
             token_ids=reader.token_ids,
             response=response,
             previous=recording.previous,
+            is_version=recording.brings_results and response is None,
             makes_session=True,
             pictures=await _stored_pictures(services, recording),
             now=time.time(),
