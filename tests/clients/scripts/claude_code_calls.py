@@ -13,6 +13,8 @@ SETTINGS = {
     "ANTHROPIC_MODEL": MODEL,
     "ANTHROPIC_DEFAULT_HAIKU_MODEL": MODEL,
     "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    # One sampled answer of the demo model in some ten does not end by itself here. The command asks again after one that was cut.
+    "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "512",
 }
 SHORT = ["--system-prompt=You are a helpful assistant.", "--tools="]
 
