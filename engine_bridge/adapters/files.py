@@ -93,10 +93,6 @@ class ModelContract:
         names_bytes = sum(len(name) for name in self.modules)
         return METADATA_BYTES + 2 * (names_bytes + ENTRY_BYTES * len(self.modules))
 
-    def passes_over(self, module: str) -> bool:
-        """Return whether a module that takes no adapter is one that adapters may have weights for all the same."""
-        return module.startswith(self.unadapted)
-
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
@@ -105,7 +101,7 @@ class TensorInfo:
     Attributes:
         name, module, is_a: as in the file; the model's module; whether it is lora_A.
         dtype: `F32`, `F16` or `BF16`.
-        shape: [rank, in] for lora_A, [out, rank] for lora_B.
+        shape: [rank, in] for lora_A, [out, rank] for lora_B; the first two dimensions of weights that are not applied and have more.
         offset, num_bytes: its place in the file.
         begin: its place in the buffer that `read` fills, which may be no multiple of the item's size.
     """
@@ -331,9 +327,11 @@ def _tensor(entry: TensorSpan, header: Header, begin: int, contract: ModelContra
         raise AdapterRejected(
             f"Tensor {quoted(entry.name)} is no LoRA weight.", code="unexpected_tensor"
         ) from error
-    if module not in contract.modules and not contract.passes_over(module):
+    is_applied = module in contract.modules
+    if not is_applied and not module.startswith(contract.unadapted):
         raise _unknown_module(module, contract.parts_of.get(module, ()))
-    if len(entry.shape) != 2:
+    # What reads pictures may begin with a convolution, whose weights have more: [rank, in, …] and [out, rank, …].
+    if len(entry.shape) < 2 or (is_applied and len(entry.shape) > 2):
         raise _wrong_shape(module, f"a weight has {len(entry.shape)} dimensions instead of 2")
     shape, num_bytes = (entry.shape[0], entry.shape[1]), entry.end - entry.begin
     offset = header.data_offset + entry.begin
@@ -453,8 +451,10 @@ def _unused(tensors: Sequence[TensorInfo], contract: ModelContract) -> tuple[str
 
 def _not_applied(tensors: Iterable[TensorInfo], contract: ModelContract) -> str:
     """Return a sentence on weights for what takes no adapter here; "" if there are none."""
-    others = (t.module for t in tensors if t.module not in contract.modules)
-    places = sorted({module.removeprefix("model.").partition(".")[0] for module in others})
+    others = {t.module for t in tensors if t.module not in contract.modules}
+    places = sorted(
+        {place.rstrip(".") for place in contract.unadapted if any(m.startswith(place) for m in others)}
+    )
     if not places:
         return ""
     return (

@@ -63,6 +63,7 @@ TOOL_FAMILIES = (
     Family("k2_horizon", marks=("<ifm|tool_calls>",)),
     Family("plamo3", marks=("<|plamo:begin_tool_requests:plamo|>",)),
     Family("gigachat3", marks=("<|function_call|>",)),
+    Family("gigachat3", marks=("'role': 'function call'", "<|role_sep|>")),
     Family("granite-20b-fc", ("gpt_bigcode",), ("<function_call>",)),
     Family("minicpm5", marks=("<function name=", "<param name=")),
     Family("minimax_m3", ("minimax_m3_vl",)),

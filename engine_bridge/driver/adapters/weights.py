@@ -7,7 +7,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy as shallow_copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from engine_bridge.driver.vllm_api import (
     LoRAModel,
     MLAAttention,
     PEFTHelper,
+    VocabParallelEmbedding,
     parse_fine_tuned_lora_name,
 )
 
@@ -186,7 +188,8 @@ class Loader:
                 f"The files of adapter {quoted(record.name)} are not those that were registered. Load it again.",
                 code="changed",
             )
-        model = self._model(record.version_id, files, data)
+        tensors, buffer = self._applied(files, buffer)
+        model = self._model(record.version_id, files, tensors, buffer)
         modules = {name: _module(lora) for name, lora in model.loras.items()}
         if not is_known:  # the same files and checksum make the same weights
             _check_scaled(record.name, modules)
@@ -206,12 +209,29 @@ class Loader:
         if len(self._kept) > NUM_KEPT:
             self._kept.popitem(last=False)
 
-    def _model(self, adapter_id: int, files: AdapterFiles, data: torch.Tensor) -> LoRAModel:
+    def _applied(
+        self, files: AdapterFiles, buffer: torch.Tensor
+    ) -> tuple[Sequence[TensorInfo], torch.Tensor]:
+        """Return the tensors that the engine applies, and memory with these alone: weights that it does not apply are counted nowhere, nor held."""
+        applied = [info for info in files.tensors if info.module in self._contract.modules]
+        if len(applied) == len(files.tensors):
+            return applied, buffer
+        begins = (0, *accumulate(info.num_bytes for info in applied))
+        held = self.buffers.take(begins[-1])
+        moved = [replace(info, begin=begin) for info, begin in zip(applied, begins, strict=False)]
+        for info, to in zip(applied, moved, strict=True):
+            held[to.begin : to.begin + to.num_bytes] = buffer[info.begin : info.begin + info.num_bytes]
+        self.buffers.give_back(buffer)
+        return moved, held
+
+    def _model(
+        self, adapter_id: int, files: AdapterFiles, tensors: Sequence[TensorInfo], data: torch.Tensor
+    ) -> LoRAModel:
         """Build vLLM's model of the adapter, with vLLM's own reading of names, scales and fused layers."""
         mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)
         model = LoRAModel.from_lora_tensors(
             adapter_id,
-            {info.name: _view(data, info) for info in files.tensors if info.module in self._contract.modules},
+            {info.name: _view(data, info) for info in tensors},
             PEFTHelper.from_dict(dict(files.config)),
             device="cpu",
             dtype=self._dtype,
@@ -417,17 +437,22 @@ def _left_as_they_are(manager: Any) -> Iterator[str]:
 
     They read pictures and sounds, or draft tokens. Source: vLLM 0.32, `LoRAModelManager._get_punica_wrapper` and `LoRAModel.from_local_checkpoint`.
     """
-    yield from getattr(manager.model, "lora_skip_prefixes", ())
+    adapted: tuple[str, ...] = ()
     if getattr(manager, "supports_mm", False):
         adapted = tuple(f"{prefix.rstrip('.')}." for prefix in manager.punica_wrapper_mapping)
         yield from _outside(manager.model, "", adapted)
+    for skipped in getattr(manager.model, "lora_skip_prefixes", ()):
+        yield from (f"{place}{skipped}" for place in ("", *adapted))
 
 
 def _outside(module: torch.nn.Module, path: str, adapted: tuple[str, ...]) -> Iterator[str]:
-    """Yield the paths of the largest modules in a module, each with a dot behind it, that neither lie in one of those adapted nor hold one."""
+    """Yield the paths of the largest modules in a module, each with a dot behind it, that neither lie in one of those adapted nor hold one.
+
+    Embeddings and output layers are the language model's wherever they lie: without their weights an adapter is another.
+    """
     for name, child in module.named_children():
         inside = f"{path}{name}."
-        if inside.startswith(adapted):
+        if inside.startswith(adapted) or isinstance(child, VocabParallelEmbedding):
             continue
         if any(each.startswith(inside) for each in adapted):
             yield from _outside(child, inside, adapted)

@@ -373,6 +373,7 @@ vllm.lora.utils LORA
     call parse_fine_tuned_lora_name(name, weights_mapper)
 vllm.model_executor.layers.attention.mla_attention:MLAAttention LORA
     read kv_b_proj
+vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding LORA
 vllm.model_executor.models.utils:WeightsMapper LORA
     call get_rename_mapper()
     read orig_to_new_stacked

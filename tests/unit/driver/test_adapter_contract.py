@@ -1,17 +1,20 @@
 import importlib
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from engine_bridge.adapters.catalog import Catalog
 from engine_bridge.adapters.errors import AdapterRejected
 from engine_bridge.adapters.files import ModelContract, inspect
-from engine_bridge.driver.adapters.weights import contract_of, copies_of
+from engine_bridge.adapters.registry import Registry
+from engine_bridge.driver.adapters.weights import Loader, contract_of, copies_of
 from engine_bridge.driver.lora.experts import names_outside
-from engine_bridge.driver.vllm_api import MoERunner
-from tests.adapter_corpus import make_adapter
+from engine_bridge.driver.vllm_api import MoERunner, VocabParallelEmbedding
+from tests.adapter_corpus import make_adapter, make_tensors
 
 SLOTS, MAX_RANK, HIDDEN = 2, 16, 24
 MLP, ATTENTION = "model.layers.0.mlp", "model.layers.0.self_attn"
@@ -93,6 +96,41 @@ def test_what_reads_pictures_keeps_its_weights_unless_it_is_adapted_too() -> Non
     manager = manager_of({}, qkv_proj=layer(24))
     manager.model.lora_skip_prefixes = ["mtp."]
     assert contract_of(manager, ()).unadapted == ("mtp.",)
+    manager.supports_mm, manager.punica_wrapper_mapping = True, {"language_model": None}
+    manager.model.language_model = torch.nn.Linear(2, 2)
+    assert contract_of(manager, ()).unadapted == ("mtp.", "language_model.mtp.")
+
+
+def test_an_output_layer_beside_the_language_model_is_not_taken_for_one_that_reads_pictures() -> None:
+    """Idefics 3 has one: without its weights the adapter is another, so it is refused."""
+    head = VocabParallelEmbedding.__new__(VocabParallelEmbedding)
+    torch.nn.Module.__init__(head)
+    manager = manager_of({}, qkv_proj=layer(24))
+    within = {"text_model": torch.nn.Linear(2, 2), "connector": torch.nn.Linear(2, 2)}
+    manager.model.model, manager.model.lm_head = torch.nn.ModuleDict(within), head
+    manager.supports_mm, manager.punica_wrapper_mapping = True, {"model.text_model": None}
+    assert contract_of(manager, ()).unadapted == ("model.connector.",)
+
+
+def test_weights_that_are_not_applied_are_not_held_in_memory(tmp_path: Path) -> None:
+    manager = manager_of({}, qkv_proj=layer(24))
+    manager.model.lora_skip_prefixes = ["mtp."]
+    manager.device, manager._create_merged_loras_inplace = "cpu", lambda model: None
+    accepted = contract_of(manager, ())
+    catalog, loader = Catalog(Registry(None), accepted, 1 << 20), Loader(manager, accepted, 100, 1 << 20)
+    drafts, own = {"mtp.layers.0.mixer.up_proj": (500, 500)}, {f"{ATTENTION}.qkv_proj": (HIDDEN, 24)}
+    found = []
+    for number, modules in enumerate((own, drafts | own, own | drafts)):
+        path = tmp_path / f"adapter-{number}"
+        make_adapter(path, modules=modules, edit=lambda tensors: tensors.update(make_tensors(own)))
+        record = catalog.add(path.name, str(path))
+        weights = loader.load(record)
+        assert weights.buffer is not None and weights.buffer.nbytes == weights.num_bytes == record.num_bytes
+        found.append(list(weights.modules[f"{ATTENTION}.qkv_proj"].tensors()))
+    plain, *others = found
+    assert [tensor.shape for tensor in plain] == [(8, HIDDEN), (24, 8)]
+    for other in others:
+        assert all(map(torch.equal, plain, other))
 
 
 def test_a_part_that_is_loaded_from_anothers_weights_takes_that_ones_adapter() -> None:

@@ -129,6 +129,28 @@ def test_weights_for_what_takes_no_adapter_are_part_of_the_adapter_and_said(
     assert "None of the adapter's weights" in str(refused) and "visual" in str(refused)
 
 
+def test_a_convolution_of_what_reads_pictures_may_have_weights_too(folder: Path) -> None:
+    model, patches = contract(unadapted=("model.tower.",)), "model.tower.patch_embed.proj"
+
+    def convolve(tensors: Tensors) -> None:
+        for name, shape in zip(names_of(patches), ((8, 4, 2, 2), (16, 8, 1, 1)), strict=True):
+            tensors[name] = tensors[name]._replace(shape=shape)
+
+    files, _ = load(make_adapter(folder, modules=LINEARS | {patches: (16, 16)}, rank=8, edit=convolve), model)
+    assert "weights for model.tower are not applied" in "".join(files.unapplied)
+    assert refusal(folder, contract(modules=LINEARS | {patches: (16, 16)})).code == "wrong_shape"
+
+
+def test_weights_that_are_not_applied_may_not_fill_the_memory_in_which_they_are_read(folder: Path) -> None:
+    model = contract(unadapted=("visual.",))
+    needed = inspect(make_adapter(folder, modules=LINEARS), model).held_bytes
+    catalog = Catalog(Registry(None), model, needed)
+    assert catalog.add("plain", str(folder)).num_bytes == needed
+    with pytest.raises(AdapterRejected) as caught:
+        catalog.add("huge", str(make_adapter(folder, modules=LINEARS | {"visual.proj": (needed, 16)})))
+    assert caught.value.code == "too_large"
+
+
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
 def test_a_file_changed_in_place_is_another_whatever_its_time_and_size(folder: Path, name: str) -> None:
     """As a copying tool that keeps times leaves it."""

@@ -22,6 +22,8 @@ TOOL_PARSERS = [
     ("laguna", "tools <tool_call>{name}<arg_key>", "poolside_v1"),
     ("plamo3", "tools <|plamo:begin_tool_requests:plamo|>", "plamo3"),
     ("k2_horizon", "tools <ifm|tool_calls><ifm|tool_call>", "k2_horizon"),
+    ("deepseek_v3", """tools {{ {'role': 'function call'}.role }}<|role_sep|>""", "gigachat3"),
+    ("gigachat3_5", "tools <|role_sep|> {{ messages[0]['role'] == 'function call' }}", ""),
     ("gpt_oss", "no word of them", "openai"),
     ("granitemoehybrid", "tools <tool_call>", "granite4"),
 ]
