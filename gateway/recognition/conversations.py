@@ -156,11 +156,13 @@ class Conversations:
 
     def _told(self, scope: Scope, found: Fingerprint) -> Conversation | None:
         """Return the conversation that this call's last message tells on; None where it tells none, or several."""
-        places = found.places() if self._answered else ()
+        places = dict.fromkeys(found.places()) if self._answered else ()
         for known in filter(None, (self._answered.get((scope, place)) for place in places)):
-            told = [(found.lines_told(each.telling) if each.telling else 0, each) for each in known]
-            most = max(num_lines for num_lines, _ in told)
-            if most and (nearest := _nearest([each for num_lines, each in told if num_lines == most], found)):
+            told = [(each.telling, each) for each in known if each.telling is not None]
+            nums_lines = found.lines_told([telling for telling, _ in told])
+            most = max(nums_lines, default=0)
+            likely = [each for num, (_, each) in zip(nums_lines, told, strict=True) if num == most]
+            if most and (nearest := _nearest(likely, found)):
                 return nearest[0] if len(nearest) == 1 else None
         return None
 

@@ -219,11 +219,11 @@ class Fingerprint:
                     if len(each := each.strip()) >= LINE_CHARS:
                         yield self.telling.place(_hash(each.encode("utf-8", "replace")))
 
-    def lines_told(self, before: Telling) -> int:
-        """Return with how many lines of an earlier message its last one begins; 0 for none, and for fewer than make it the same."""
+    def lines_told(self, before: Sequence[Telling]) -> list[int]:
+        """Return with how many lines of each earlier message its last one begins; 0 for none, and for fewer than make it the same."""
         lines = _text_of(self.steps[-1])[:MAX_CHARS].splitlines()
-        heads = (each for each in before.heads if _hash_of_lines(lines[: each[0]]) == each[1])
-        return next(heads, (0, b""))[0]
+        digests = _digests(lines, sorted({num_lines for each in before for num_lines, _ in each.heads}))
+        return [next((num for num, digest in each.heads if digests.get(num) == digest), 0) for each in before]
 
 
 def fingerprint(api: Api, body: Any) -> Fingerprint | None:
@@ -381,11 +381,8 @@ def _telling(under: bytes, step: Any) -> Telling | None:
     if len(lines) < 2:
         return None
     fewest = max(len(lines) - MAX_LINES_BEHIND, (len(lines) + 1) // 2)
-    heads, seen = [], blake2b(digest_size=16)
-    for begin, end in pairwise((0, *range(fewest, len(lines) + 1))):
-        seen.update("".join(f"{line}\n" for line in lines[begin:end]).encode("utf-8", "replace"))
-        heads.append((end, seen.digest()))
-    return Telling(under, tuple(reversed(heads)))
+    heads = _digests(lines, range(fewest, len(lines) + 1))
+    return Telling(under, tuple(reversed(heads.items())))
 
 
 def _text_of(step: dict[str, Any]) -> str:
@@ -394,8 +391,15 @@ def _text_of(step: dict[str, Any]) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _hash_of_lines(lines: Sequence[str]) -> bytes:
-    return _hash("".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
+def _digests(lines: Sequence[str], numbers: Sequence[int]) -> dict[int, bytes]:
+    """Return hashes of the first lines, by their number, for each of some rising numbers that there are as many lines of."""
+    found, seen = {}, blake2b(digest_size=16)
+    for begin, end in pairwise((0, *numbers)):
+        if end > len(lines):
+            break
+        seen.update("".join(f"{line}\n" for line in lines[begin:end]).encode("utf-8", "replace"))
+        found[end] = seen.digest()
+    return found
 
 
 def _is_own(tool_id: Any) -> bool:
