@@ -156,10 +156,13 @@ class Conversations:
 
     def _told(self, scope: Scope, found: Fingerprint) -> Conversation | None:
         """Return the conversation that this call's last message tells on; None where it tells none, or several."""
-        places = dict.fromkeys(found.places()) if self._answered else ()
-        for known in filter(None, (self._answered.get((scope, place)) for place in places)):
+        places = found.places() if self._answered else {}
+        for place, num_before in places.items():
+            known = self._answered.get((scope, place), ())
             told = [(each.telling, each) for each in known if each.telling is not None]
-            nums_lines = found.lines_told([telling for telling, _ in told])
+            # The answer stands behind what was asked: in the midst of it, its line is the prompt's own.
+            nums_told = found.lines_told([telling for telling, _ in told]) if told else []
+            nums_lines = [num if num <= num_before else 0 for num in nums_told]
             most = max(nums_lines, default=0)
             likely = [each for num, (_, each) in zip(nums_lines, told, strict=True) if num == most]
             if most and (nearest := _nearest(likely, found)):

@@ -211,13 +211,20 @@ class Fingerprint:
                 before = before._replace(turn=(self.prefixes[begin - 1],))
             yield from answer.anchors(self.opening, before, is_last=not number)
 
-    def places(self) -> Iterator[bytes]:
-        """Yield where a conversation is found whose answer the last message tells, by each of its last lines, with and without a heading."""
+    def places(self) -> dict[bytes, int]:
+        """Return where a conversation is found whose answer the last message tells: by each of its last lines, with and without a heading.
+
+        With the number of lines before that line, where it stands last.
+        """
+        found: dict[bytes, int] = {}
         if self.telling is not None:
-            for line in islice(reversed(_text_of(self.steps[-1])[-MAX_CHARS:].splitlines()), MAX_LINES):
+            lines = _text_of(self.steps[-1]).splitlines()
+            for number in reversed(range(max(0, len(lines) - MAX_LINES), len(lines))):
+                line = lines[number][:MAX_CHARS]
                 for each in (line, line.partition(": ")[2]):
                     if len(each := each.strip()) >= LINE_CHARS:
-                        yield self.telling.place(_hash(each.encode("utf-8", "replace")))
+                        found.setdefault(self.telling.place(_hash(each.encode("utf-8", "replace"))), number)
+        return found
 
     def lines_told(self, before: Sequence[Telling]) -> list[int]:
         """Return with how many lines of each earlier message its last one begins; 0 for none, and for fewer than make it the same."""

@@ -837,3 +837,15 @@ async def test_a_helper_is_known_by_what_its_client_says_of_its_caller(
     assert not stranger.caller
     shared = await ask([user("And with that.")], {}, prompt_cache_key="main")
     assert not shared.caller, "many clients may share such a key"
+
+
+def test_an_answer_whose_line_stands_in_the_prompt_itself_joins_no_others() -> None:
+    label = "technical support request"
+    sort = f"Sort the mail into one of:\n- {label}\n{label}\nbilling and refund request\nother kind of request\n\nMail: "
+    conversations = Conversations()
+    for mail in ("It is slow.", "It is broken.", "It is gone."):
+        found = fingerprint("chat", {"model": "m", "messages": [{"role": "user", "content": sort + mail}]})
+        assert found is not None
+        began = conversations.began("ann", UNNAMED, found, mail)
+        assert began.how == "new"
+        conversations.ended(began.conversation, marks(set(), label))
