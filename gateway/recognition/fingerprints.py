@@ -52,7 +52,8 @@ MAX_IDS = 16
 # Ids that models and clients count up (`functions.bash:3`, `call_1`): they are alike in all conversations.
 _COUNTED_ID = re.compile(r"(?:^[A-Za-z]*|[^0-9A-Za-z])[0-9]{1,6}$")
 # Ids of calls that some client writes into the text of an answer, in the forms that servers give them (smolagents, which has results as text, too).
-_WRITTEN_ID = re.compile(r"\b(?:chatcmpl-tool-|call_|toolu_)[0-9A-Za-z]{16,32}\b")
+# They have a digit, which names of functions seldom have.
+_WRITTEN_ID = re.compile(r"\b(?:chatcmpl-tool-|call_|toolu_)(?=[A-Za-z]*[0-9])[0-9A-Za-z]{16,32}\b")
 # A line of an answer by which the answer is known inside a message that tells it all, and how many of such a message's last lines and of its
 # characters are looked through for it; lines behind what such a message tells, which say what to do next. Chosen.
 LINE_CHARS, MAX_LINES, MAX_CHARS, MAX_LINES_BEHIND = 16, 128, 1 << 16, 3
@@ -319,7 +320,11 @@ def ends_with_results(body: Any) -> bool:
         if not isinstance(step, dict):
             break
         if _is_answer(step):
-            return step is not given[-1] and not any(_ids(step)) and bool(_WRITTEN_ID.search(_text_of(step)))
+            return (
+                step is not given[-1]
+                and not any(_ids(step))
+                and bool(_WRITTEN_ID.search(_text_of(step), 0, MAX_CHARS))
+            )
     return False
 
 

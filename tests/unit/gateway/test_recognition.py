@@ -849,3 +849,10 @@ def test_an_answer_whose_line_stands_in_the_prompt_itself_joins_no_others() -> N
         began = conversations.began("ann", UNNAMED, found, mail)
         assert began.how == "new"
         conversations.ended(began.conversation, marks(set(), label))
+
+
+def test_the_name_of_a_function_is_no_id_of_a_call() -> None:
+    said = "Rename it to call_initializationhandler."
+    assert not marks(set(), said).tool_ids and marks(set(), "call_a1b2c3d4e5f6a7b8c9d0").tool_ids
+    talk = [{"role": "assistant", "content": said}, {"role": "user", "content": "Why?"}]
+    assert not ends_with_results({"messages": talk})
