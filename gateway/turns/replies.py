@@ -46,32 +46,33 @@ def session_named(header: str | None, body: dict[str, Any]) -> str | None:
 
 
 def question_of(api: Api, body: dict[str, Any]) -> str:
-    """Return the text of the last user message, "" if there is none. Anthropic's results of tools, which are user messages, are passed over."""
+    """Return the text of the last user message, "" if there is none."""
     if api == "completions":
         prompt = body.get("prompt")
         return prompt if isinstance(prompt, str) else ""
     given = body.get("input")
     if api == "responses" and isinstance(given, str):
         return given
-    messages = body.get("input" if api == "responses" else "messages")
+    message = _last_question(body.get("input" if api == "responses" else "messages"))
+    return text_of(message.get("content"))
+
+
+def shown_in(api: Api, body: dict[str, Any]) -> list[str]:
+    """Return the `data:` URLs of the pictures in the message whose text `question_of` returns."""
+    field = "input" if api == "responses" else "messages"
+    return [url for url in urls_of({field: [_last_question(body.get(field))]}) if url.startswith("data:")]
+
+
+def _last_question(messages: Any) -> dict[str, Any]:
+    """Return the last user message, {} if there is none. One with nothing but Anthropic's results of tools is passed over."""
     for message in reversed(messages if isinstance(messages, list) else []):
         if isinstance(message, dict) and message.get("role") == "user":
             content = message.get("content")
             parts = content if isinstance(content, list) else []
             has_result = any(isinstance(part, dict) and part.get("type") == "tool_result" for part in parts)
-            if (text := text_of(content)) or not has_result:
-                return text
-    return ""
-
-
-def shown_in(api: Api, body: dict[str, Any]) -> list[str]:
-    """Return the `data:` URLs of the pictures in the last user message."""
-    field = "input" if api == "responses" else "messages"
-    messages = body.get(field)
-    for message in reversed(messages if isinstance(messages, list) else []):
-        if isinstance(message, dict) and message.get("role") == "user":
-            return [url for url in urls_of({field: [message]}) if url.startswith("data:")]
-    return []
+            if text_of(content) or not has_result:
+                return message
+    return {}
 
 
 def text_of(content: Any) -> str:

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from gateway.app import Server
+from gateway.turns.replies import question_of, shown_in
 
 from .conftest import told
 from .facts import BODY, CHAT, MESSAGES, MODEL, Http, Patch
@@ -209,3 +210,18 @@ async def test_a_helper_is_known_to_the_engine_and_shown_with_its_caller(
         (sessions[1], sessions[0]),
         (sessions[0], ""),
     ]
+
+
+def test_the_pictures_shown_are_those_of_the_question_whatever_results_follow() -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": "QUJD"}
+    asked = {
+        "role": "user",
+        "content": [{"type": "text", "text": QUESTION}, {"type": "image", "source": source}],
+    }
+    result = {
+        "role": "user",
+        "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": RESULT}],
+    }
+    body = {"messages": [asked, {"role": "assistant", "content": "A moment."}, result]}
+    assert question_of("messages", body) == QUESTION
+    assert shown_in("messages", body) == ["data:image/png;base64,QUJD"]
