@@ -480,8 +480,10 @@ def record(
     quota.check(conn, owner, added_bytes, message.now)
     parent = _parent_of_call(conn, owner, row, previous)
     if is_version and parent != tree.START:
-        (last,) = conn.execute("SELECT content FROM turns WHERE seq = ?", (parent,)).fetchone()
-        parent = tree.parent_of(conn, parent) if last == content else parent
+        # A person's message that is being answered stays in sight, whatever it says.
+        sql = "SELECT content = ? AND status <> 'running' FROM turns WHERE seq = ?"
+        (is_same,) = conn.execute(sql, (content, parent)).fetchone()
+        parent = tree.parent_of(conn, parent) if is_same else parent
     conn.execute(
         """INSERT INTO turns (session, id, content, adapter, created_at, response_id, answer, status, finish_reason, usage, timings)
            VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)""",

@@ -209,6 +209,19 @@ async def test_responses_follow_the_one_that_they_go_on_from(store: SessionStore
     assert await turn_ids(store, "s") == ["b"]
 
 
+async def test_a_step_of_a_loop_of_tools_hides_no_message_that_is_being_answered(store: SessionStore) -> None:
+    async def step(name: str) -> None:
+        more = {"is_version": True, "makes_session": True}
+        await store.record_turn("ann", "s", name, "mend it", answer="a", now=NOW, **more)
+
+    await step("a")
+    await step("b")
+    assert await versions(store) == [["a", "b"]]
+    await store.begin_turn("ann", "s", "c", "mend it", now=NOW)
+    await step("d")
+    assert await turn_ids(store, "s") == ["b", "c", "d"]
+
+
 @pytest.mark.parametrize("full_text", [True, False])
 async def test_a_search_names_the_turn_that_holds_the_text(path: Path, full_text: bool) -> None:
     store = await SessionStore.open(path, full_text=full_text)
