@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from engine_bridge.driver.apis.chat_template import fault_of
 from engine_bridge.driver.engine.building import engine_args, load_vllm
 from engine_bridge.driver.engine.model_facts import configuration_of
 from engine_bridge.driver.pooling.rerankers import score_template
@@ -19,13 +20,15 @@ class PoolingDriver:
         config: of the engine.
         api: what the model is for, `embeddings` or `rerank`.
 
-    Raises UnusableModel for a model that does not do that; errors of vLLM pass unchanged.
+    Raises UnusableModel for a model that does not do that and for a template that is none; errors of vLLM pass unchanged.
     """
 
     def __init__(self, config: EngineConfig, api: Api) -> None:
         engine_class: Any = load_vllm()
         from engine_bridge.driver.vllm_api import UsageContext
 
+        if config.chat_template and (fault := fault_of(config.chat_template)):
+            raise UnusableModel(f"--rerank-chat-template: the file is no Jinja template: {fault}")
         args, served = pooling_args(config), UsageContext.OPENAI_API_SERVER
         described = configuration_of(args)  # refuses an unfit model in one sentence
         self.chat_template = config.chat_template

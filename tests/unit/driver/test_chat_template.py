@@ -9,7 +9,10 @@ import pytest
 
 from engine_bridge.calls.template_rules import TemplateRules
 from engine_bridge.driver.apis.chat_template import PLAIN, chat_templates, opener_of_calls, rules_of
+from engine_bridge.driver.pooling.engine import PoolingDriver
+from engine_bridge.policy.limits.model_support import UnusableModel
 from engine_bridge.protocol.errors import InvalidRequest
+from engine_bridge.settings.engine_config import EngineConfig
 from engine_bridge.settings.parser_choice import choose_tool_parser
 
 DEMO = Path(__file__).parents[3] / "demo/model"
@@ -31,6 +34,9 @@ def test_a_template_that_can_be_read_is_taken() -> None:
 def test_the_operators_template_is_refused_with_the_line() -> None:
     with pytest.raises(InvalidRequest, match=r"--chat-template: .* line 2: "):
         chat_templates(engine(SOUND), BROKEN)
+    scores = EngineConfig(model=str(DEMO), served_model_name="scores", chat_template=BROKEN)
+    with pytest.raises(UnusableModel, match=r"--rerank-chat-template: .* line 2: "):
+        PoolingDriver(scores, "rerank")
 
 
 def test_a_plain_template_stands_in_for_a_models_that_cannot_be_read(
