@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 import uvloop
 
@@ -71,10 +70,3 @@ async def gateways(store: SessionStore, tmp_path: Path) -> AsyncIterator[Gateway
 @pytest.fixture
 async def gateway(gateways: Gateways) -> Gateway:
     return await gateways()
-
-
-@pytest.fixture
-async def http(gateway: Gateway) -> AsyncIterator[aiohttp.ClientSession]:
-    """A client of the gateway's HTTP."""
-    async with aiohttp.ClientSession(gateway.server.url) as session:
-        yield session

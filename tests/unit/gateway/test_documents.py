@@ -8,7 +8,6 @@ import zipfile
 from collections.abc import Callable
 from typing import Any
 
-import aiohttp
 import docx
 import msgspec
 import openpyxl
@@ -200,15 +199,12 @@ async def test_many_documents_of_one_person_do_not_hold_up_others() -> None:
 
 
 async def test_the_route_returns_text_of_the_body(gateway: Gateway) -> None:
-    async with aiohttp.ClientSession(gateway.server.url) as http:
-        async with http.post("/api/documents", data=sheets()) as reply:
-            found = await reply.json()
-            assert (reply.status, found["kind"], found["num_pages"]) == (200, "xlsx", 2)
-        async with http.post("/api/documents", data=pdf("")) as reply:
-            error = (await reply.json())["error"]
-            assert (reply.status, error["code"], error["param"]) == (400, "bad_request", "document")
-        async with http.post("/api/documents", data=bytes(17 << 20)) as reply:
-            assert reply.status == 413
+    reply = await gateway.call("POST", "/api/documents", data=sheets())
+    assert (reply.status, reply.body["kind"], reply.body["num_pages"]) == (200, "xlsx", 2)
+    reply = await gateway.call("POST", "/api/documents", data=pdf(""))
+    error = reply.body["error"]
+    assert (reply.status, error["code"], error["param"]) == (400, "bad_request", "document")
+    assert (await gateway.call("POST", "/api/documents", data=bytes(17 << 20))).status == 413
 
 
 PDF = base64.b64encode(pdf("High water.")).decode()

@@ -186,14 +186,9 @@ async def test_a_stranger_is_refused_or_added_as_a_member(
 
 async def test_who_is_disabled_or_erased_is_shut_out_at_once(gateway: Gateway) -> None:
     url = gateway.server.url
-    async with (
-        aiohttp.ClientSession(url, headers={HEADER: "bob"}) as http,
-        http.ws_connect("/ws") as socket,
-    ):
-        await socket.send_json({"type": "hello"})
-        assert (await socket.receive_json())["type"] == "ready"
+    async with gateway.socket(headers={HEADER: "bob"}, hello={}) as socket:
         await gateway.call("PATCH", f"{ADMIN}/bob", {"state": "disabled"}, key=KEY)
-        assert (await socket.receive_json())["code"] == "unauthorized"
+        assert (await socket.next())["code"] == "unauthorized"
     status, body = await asked(url, "bob")
     assert status == 401 and "bob is disabled" in body["error"]["message"]
     assert (await gateway.call("DELETE", f"{ADMIN}/bob", key=KEY)).status == 200
@@ -229,6 +224,6 @@ def test_settings_that_cannot_work_are_refused(flags: dict[str, Any], why: str) 
 @pytest.mark.parametrize("route", ["/api/sessions", "/api/sessions/none", "/v1/usage", "/v1/sign-in"])
 async def test_no_cache_keeps_a_reply_for_another_person(gateway: Gateway, route: str) -> None:
     """A person may be known by a cookie or a proxy's word, of which a cache in front knows nothing (RFC 9111 §3.5)."""
-    async with aiohttp.ClientSession(gateway.server.url, headers={HEADER: "bob"}) as http:
-        assert (await http.get(route)).headers["Cache-Control"] == "no-store"
-        assert (await http.get("/")).headers["Cache-Control"] == "no-cache"
+    for path, kept in ((route, "no-store"), ("/", "no-cache")):
+        reply = await gateway.call("GET", path, headers={HEADER: "bob"})
+        assert reply.headers["Cache-Control"] == kept
