@@ -16,7 +16,6 @@ from multidict import CIMultiDict
 
 from gateway.access.key_file import key_file_line, owner_of
 from gateway.app import build_app
-from gateway.errors import GatewayError
 from gateway.people.named_by_proxy import TrustedHeader
 from gateway.people.sign_ins import COOKIE
 from gateway.settings.config import Config
@@ -24,7 +23,6 @@ from gateway.settings.config import Config
 from .front import Gateway, Gateways, bearer
 from .test_access import KEY, OTHER, key_file, old_line
 from .test_audit import written
-from .test_settings import load
 from .test_sign_ins import signed_in
 
 HEADER = "X-Forwarded-User"
@@ -205,20 +203,6 @@ async def test_a_line_of_an_earlier_version_needs_its_key_used_once(
     assert (await gateway.call("GET", "/v1/usage", key=OTHER)).status == 200
     status, usage = await asked(gateway.server.url, "bob")
     assert (status, usage["people"][0]["owner"]) == (200, owner_of(OTHER))
-
-
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        ({"trusted_user_header": "X User"}, "the name of a header"),
-        ({"trusted_user_header": "Cookie"}, "says something else"),
-        ({"trusted_user_header": HEADER}, "api_key_file"),
-        ({"add_trusted_users": True}, "set trusted_user_header"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(flags: dict[str, Any], why: str) -> None:
-    with pytest.raises(GatewayError, match=why):
-        load(flags)
 
 
 @pytest.mark.parametrize("route", ["/api/sessions", "/api/sessions/none", "/v1/usage", "/v1/sign-in"])
