@@ -30,17 +30,7 @@ from gateway.doors.http.web_policy import error_reply
 from gateway.errors import KINDS, GatewayError, StartupError, to_frame
 from gateway.metrics.metrics import Metrics
 
-from .parts import Clock
-
-KEY = "ov-" + "k" * 43
-OTHER = "ov-" + "o" * 43
-
-
-def key_file(folder: Path, *lines: str, mode: int = 0o600) -> Path:
-    path = folder / "keys"
-    path.write_text("\n".join(lines) + "\n")
-    path.chmod(mode)
-    return path
+from .parts import KEY, OTHER, Clock, key_file
 
 
 def ring_of(folder: Path, *lines: str, **options: Any) -> KeyRing:

@@ -14,14 +14,15 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from multidict import CIMultiDict
 
-from gateway.access.key_file import key_file_line, owner_of
+from gateway.access.key_file import owner_of
 from gateway.app import build_app
 from gateway.people.named_by_proxy import TrustedHeader
 from gateway.people.sign_ins import COOKIE
 from gateway.settings.config import Config
 
 from .front import Gateway, Gateways, bearer
-from .test_access import KEY, OTHER, key_file, old_line
+from .parts import KEY, OTHER, key_file
+from .test_access import old_line
 from .test_audit import written
 from .test_sign_ins import signed_in
 
@@ -30,11 +31,9 @@ ADMIN = "/v1/admin/people"
 
 
 @pytest.fixture
-async def gateway(gateways: Gateways, tmp_path: Path) -> Gateway:
-    """With ada, an operator, and bob; a proxy may name them."""
-    lines = key_file_line("ada", KEY, is_operator=True), key_file_line("bob", OTHER)
-    path = await asyncio.to_thread(key_file, tmp_path, *lines)
-    return await gateways(api_key_file=path, trusted_user_header=HEADER)
+async def gateway(gateways: Gateways, team: Path) -> Gateway:
+    """A proxy may name its people."""
+    return await gateways(api_key_file=team, trusted_user_header=HEADER)
 
 
 async def asked(url: str, *names: str, path: str = "/v1/usage", **headers: str) -> tuple[int, Any]:
@@ -85,10 +84,9 @@ async def test_keys_go_before_the_header_and_the_header_before_cookies(gateway: 
     assert (await greeted(url, "nobody", api_key=KEY))["user"]["name"] == "ada"
 
 
-async def test_pages_elsewhere_are_not_signed_in_by_the_proxy(gateways: Gateways, tmp_path: Path) -> None:
-    path = await asyncio.to_thread(key_file, tmp_path, key_file_line("bob", OTHER))
+async def test_pages_elsewhere_are_not_signed_in_by_the_proxy(gateways: Gateways, team: Path) -> None:
     allowed = "http://other.test"
-    gateway = await gateways(api_key_file=path, trusted_user_header=HEADER, cors_origins=(allowed,))
+    gateway = await gateways(api_key_file=team, trusted_user_header=HEADER, cors_origins=(allowed,))
     url = gateway.server.url
     assert (await asked(url, "bob", Origin=allowed))[0] == 401
     assert (await asked(url, "bob", Origin=url))[0] == 200

@@ -21,7 +21,7 @@ from gateway.access.key_file import key_file_line, owner_of
 from gateway.people.sign_ins import COOKIE
 
 from .front import Gateway, Gateways
-from .test_access import KEY, OTHER, key_file
+from .parts import KEY, OTHER, key_file
 from .test_audit import written
 from .test_sign_ins import status
 

@@ -24,9 +24,9 @@ from kvtiers.io.files import claim
 from kvtiers.io.inspect import erase, inspect
 
 from .front import Gateway, Gateways
-from .parts import until
+from .parts import KEY, OTHER, key_file, until
 from .stores import chat
-from .test_access import KEY, OTHER, key_file, old_line
+from .test_access import old_line
 from .test_audit import written
 from .test_people import everything_in, fill_kv
 

@@ -16,10 +16,8 @@ from gateway.sessions.pictures import KEEP_UNUSED_S, describe
 from gateway.sessions.schema import SESSION_BYTES, TURN_BYTES
 
 from .front import Gateway, Gateways
-from .parts import NOW, refused
+from .parts import KEYS, NOW, refused
 from .stores import ask, end, rows_of
-
-KEYS = ("ov-first-key-for-tests-only", "ov-second-key-for-tests-only")
 
 
 def image(shade: int, name: str = "PNG", **options: Any) -> bytes:

@@ -14,10 +14,10 @@ from gateway.sessions import RESTORE_WINDOW_S, SessionStore
 from gateway.shelf.store import _SCHEMA_1, MAX_PRESETS, NAME, PresetBody, Shelf
 
 from .front import Gateway, Gateways
-from .parts import NOW
+from .parts import KEYS, NOW
 from .test_pictures import image, put
 
-ANN, BOB = KEYS = ("ov-first-key-for-tests-only", "ov-second-key-for-tests-only")
+ANN, BOB = KEYS
 
 
 @pytest.fixture

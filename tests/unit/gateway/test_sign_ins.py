@@ -14,8 +14,8 @@ from gateway.people.ledger import Ledger
 from gateway.people.sign_ins import COOKIE, LINK_LASTS_S, MAX_SESSIONS, SESSION_LASTS_S, SignIns
 
 from .front import Gateway, Gateways, Reply
-from .parts import Clock, refused
-from .test_access import KEY, OTHER, key_file, ring_of
+from .parts import KEY, OTHER, Clock, passes, refused
+from .test_access import ring_of
 from .test_audit import written
 from .test_usage import NOON
 
@@ -24,11 +24,8 @@ BOB = owner_of(OTHER)
 
 
 @pytest.fixture
-async def gateway(gateways: Gateways, tmp_path: Path) -> Gateway:
-    """With ada, an operator, and bob."""
-    lines = key_file_line("ada", KEY, is_operator=True), key_file_line("bob", OTHER)
-    path = await asyncio.to_thread(key_file, tmp_path, *lines)
-    return await gateways(api_key_file=path)
+async def gateway(gateways: Gateways, team: Path) -> Gateway:
+    return await gateways(api_key_file=team)
 
 
 async def link_of(gateway: Gateway, name: str = "bob") -> str:
@@ -87,12 +84,10 @@ async def test_a_link_signs_one_browser_in_once(gateway: Gateway, tmp_path: Path
     assert token.encode() not in kept and cookie.encode() not in kept
 
 
-async def test_a_cookie_is_of_this_servers_own_pages(
-    gateway: Gateway, gateways: Gateways, tmp_path: Path
-) -> None:
+async def test_a_cookie_is_of_this_servers_own_pages(gateways: Gateways, team: Path) -> None:
     """A key goes before it. A page at another origin may not use it, though the operator let the origin use keys."""
     allowed = "http://other.test"
-    gateway = await gateways(api_key_file=tmp_path / "keys", cors_origins=(allowed,))
+    gateway = await gateways(api_key_file=team, cors_origins=(allowed,))
     cookie = await signed_in(gateway)
     assert await status(gateway, cookie, Authorization="Bearer wrong-key-of-sixteen") == 401
     own = gateway.server.url
@@ -148,6 +143,7 @@ async def test_who_signs_out_is_signed_out_also_where_that_cannot_be_written(
     assert ledger.browsers(0.0) == []
 
 
+@pytest.mark.virtual_time
 async def test_a_socket_ends_when_its_sign_in_has_lasted_its_time(gateway: Gateway) -> None:
     """Its turn goes on as for any page that has lost its connection, and other sign-ins and keys stay."""
     gateway.node.script = None
@@ -162,6 +158,7 @@ async def test_a_socket_ends_when_its_sign_in_has_lasted_its_time(gateway: Gatew
         await ended.ask("a")
         answer = await gateway.node.asked(0)
         gateway.clock_ahead_s = SESSION_LASTS_S + 5.0
+        await passes(1.0)
         assert (await ended.next())["code"] == "unauthorized"
         assert await ended.closed() == 4401
         for socket in (other, by_key):
@@ -173,12 +170,14 @@ async def test_a_socket_ends_when_its_sign_in_has_lasted_its_time(gateway: Gatew
     assert not answer.is_cancelled
 
 
+@pytest.mark.virtual_time
 async def test_a_socket_ends_when_newer_sign_ins_take_the_place_of_its_own(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.people.sign_ins.MAX_SESSIONS", 1)
     async with gateway.socket(headers=carrying(await signed_in(gateway)), hello={}) as oldest:
         await signed_in(gateway)
+        await passes(1.0)
         assert (await oldest.next())["code"] == "unauthorized"
         assert await oldest.closed() == 4401
 
