@@ -70,17 +70,13 @@ async def test_a_message_has_pictures_of_its_owner_alone(store: SessionStore) ->
         assert (error.code, error.param) == ("not_found", "pictures")
     begun = await ask(store, "s", "t", "", pictures=[second, first, second])
     assert [each.id for each in begun.turn.pictures] == [second, first, second] and begun.title == "Picture"
+    await store.record_turn("ann", "u", "t", "", answer="A", pictures=[first], makes_session=True, now=NOW)
+    assert (await store.get_session("ann", "u")).title == "Picture", "of a call, too"
     assert not (await ask(store, "s", "t", "", pictures=[second, first, second])).is_new
     assert (await refused(ask(store, "s", "t", "", pictures=[first]))).code == "conflict"
     await end(store, "s", "t")
     assert (await store.get_session("ann", "s")).turns[0].pictures == begun.turn.pictures
     assert await store.pictures.read("ann", [first, theirs]) == {first: Picture("image/png", image(1))}
-
-
-async def test_a_call_with_nothing_but_a_picture_has_a_title_too(store: SessionStore) -> None:
-    shown = [await put(store, image(1))]
-    await store.record_turn("ann", "s", "t", "", answer="A", pictures=shown, makes_session=True, now=NOW)
-    assert (await store.get_session("ann", "s")).title == "Picture"
 
 
 @pytest.mark.parametrize("room", [PictureRoom(max_pixels=3 * 48), PictureRoom(max_bytes=3 * len(image(1)))])
