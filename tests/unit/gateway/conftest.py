@@ -7,16 +7,16 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 import uvloop
 
+from gateway.access.key_file import key_file_line
 from gateway.sessions import SessionStore
 from gateway.settings.config import Config
 from tests.blocking import nothing_blocks  # noqa: F401 - an autouse fixture
 
 from .front import Gateway, Gateways
-from .parts import IN_MEMORY, Parts, SkippingLoop
+from .parts import IN_MEMORY, KEY, OTHER, Parts, SkippingLoop, key_file
 
 
 def pytest_asyncio_loop_factories(
@@ -38,6 +38,12 @@ def tmp_path() -> Iterator[Path]:
 def path(tmp_path: Path) -> Path:
     """Where the session file lies."""
     return tmp_path / "sessions.db"
+
+
+@pytest.fixture
+def team(tmp_path: Path) -> Path:
+    """A key file with ada, an operator, and bob."""
+    return key_file(tmp_path, key_file_line("ada", KEY, is_operator=True), key_file_line("bob", OTHER))
 
 
 @pytest.fixture
@@ -71,10 +77,3 @@ async def gateways(store: SessionStore, tmp_path: Path) -> AsyncIterator[Gateway
 @pytest.fixture
 async def gateway(gateways: Gateways) -> Gateway:
     return await gateways()
-
-
-@pytest.fixture
-async def http(gateway: Gateway) -> AsyncIterator[aiohttp.ClientSession]:
-    """A client of the gateway's HTTP."""
-    async with aiohttp.ClientSession(gateway.server.url) as session:
-        yield session

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import aiohttp
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
+from yarl import URL
 
 from gateway.access.auth import KeyRing
 from gateway.access.budgets import Gatekeeper, RequestBudgets
@@ -26,7 +27,7 @@ from gateway.people.audit import AuditLog
 from gateway.people.ledger import NAME as LEDGER
 from gateway.people.ledger import Ledger
 from gateway.people.oidc import OidcProvider
-from gateway.people.sign_ins import COOKIE, SignIns
+from gateway.people.sign_ins import SignIns
 from gateway.people.usage import Usage
 from gateway.services import Services
 from gateway.sessions import SessionStore
@@ -39,11 +40,12 @@ Frame = dict[str, Any]
 
 
 class Reply(NamedTuple):
-    """Of the HTTP API. body: what its JSON says, or its text; None where it is empty."""
+    """Of the HTTP API. body: what its JSON says, or its text; None where it is empty. content: its bytes."""
 
     status: int
     body: Any
     headers: Mapping[str, str]
+    content: bytes
 
 
 def bearer(key: str | None) -> dict[str, str]:
@@ -85,22 +87,25 @@ class Gateway(Parts):
         services = Services(config, node, store, *parts, *bounds, maintenance, node_metrics, oidc=oidc)
         self.server = Server(services)
 
-    async def call(self, method: str, path: str, body: Any = None, *, key: str | None = None) -> Reply:
-        """Call the HTTP API, on a connection of its own."""
+    async def call(
+        self, method: str, path: str | URL, body: Any = None, *, key: str | None = None, **options: Any
+    ) -> Reply:
+        """Call the HTTP API, on a connection of its own. options: of aiohttp's `request`."""
         async with (
             aiohttp.ClientSession(self.server.url, headers=bearer(key)) as http,
-            http.request(method, path, json=body) as reply,
+            http.request(method, path, json=body, **options) as reply,
         ):
-            text = await reply.text()
+            content = await reply.read()
             is_json = reply.content_type == "application/json"
-            return Reply(reply.status, json.loads(text) if is_json else text or None, reply.headers)
+            text = json.loads(content) if is_json else content.decode(errors="replace") or None
+            return Reply(reply.status, text, reply.headers, content)
 
     @contextlib.asynccontextmanager
     async def socket(
-        self, *, key: str | None = None, hello: Frame | None = None, cookie: str = ""
+        self, *, key: str | None = None, hello: Frame | None = None, headers: dict[str, str] | None = None
     ) -> AsyncIterator[Socket]:
         url = self.server.url.replace("http", "ws") + "/ws"
-        headers = bearer(key) | ({"Cookie": f"{COOKIE}={cookie}"} if cookie else {})
+        headers = bearer(key) | (headers or {})
         async with connect(url, additional_headers=headers, max_size=None, ping_interval=None) as raw:
             socket = Socket(raw)
             if hello is not None:

@@ -23,6 +23,7 @@ from gateway.turns.turns import Turns
 from .fake_node import PATIENCE_S, FakeNode
 
 NOW = 1_700_000_000.0
+KEYS = KEY, OTHER = "ov-" + "k" * 43, "ov-" + "o" * 43
 IN_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
@@ -161,6 +162,13 @@ class Parts:
 
     def count(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+def key_file(folder: Path, *lines: str, mode: int = 0o600) -> Path:
+    path = folder / "keys"
+    path.write_text("\n".join(lines) + "\n")
+    path.chmod(mode)
+    return path
 
 
 def checkpoint(path: Path, how: str) -> None:

@@ -14,8 +14,7 @@ from gateway.access.key_file import key_file_line, owner_of
 from gateway.people.audit import REFUSED_BURST, REFUSED_BURST_OF_ALL, REFUSED_PER_S, AuditLog, Entry
 
 from .front import Gateway, Gateways
-from .parts import Clock, until
-from .test_access import KEY, OTHER, key_file
+from .parts import KEY, OTHER, Clock, key_file, until
 from .test_usage import NOON
 
 
@@ -92,12 +91,11 @@ async def test_writing_ends_when_lines_that_another_call_writes_are_there(tmp_pa
 
 @pytest.mark.virtual_time
 async def test_refusals_operators_and_changes_of_keys_are_noted_without_a_key(
-    gateways: Gateways, tmp_path: Path
+    gateways: Gateways, team: Path, tmp_path: Path
 ) -> None:
     wrong, third = generate_key(), generate_key()
-    mine, theirs = key_file_line("ada", KEY, is_operator=True), key_file_line("bob", OTHER)
-    path = await asyncio.to_thread(key_file, tmp_path, mine, theirs)
-    gateway = await gateways(api_key_file=path)
+    mine, theirs = (await asyncio.to_thread(team.read_text)).splitlines()
+    gateway = await gateways(api_key_file=team)
     assert (await gateway.call("GET", "/v1/models")).status == 401
     assert (await gateway.call("GET", "/api/sessions", key=wrong)).status == 401
     assert (await gateway.call("POST", "/v1/nodes/local/reopen", key=OTHER)).status == 403

@@ -32,7 +32,7 @@ from gateway.turns.protocol import Message
 
 from .fake_node import FakeNode
 from .front import bearer
-from .test_access import KEY, OTHER, key_file
+from .parts import KEY, OTHER, key_file
 from .test_people import Refused, Run, run  # noqa: F401 - a fixture
 
 
@@ -46,26 +46,24 @@ async def serving(data_dir: Path, keys: Path) -> AsyncIterator[tuple[Server, Fak
         yield server, node
 
 
-async def get(server: Server, path: str, key: str = KEY) -> Any:
-    async with aiohttp.ClientSession(server.url, headers=bearer(key)) as http, http.get(path) as reply:
-        assert reply.status == 200, path
-        return await reply.json()
-
-
-async def put(server: Server, path: str, body: dict[str, Any]) -> None:
+async def call(server: Server, method: str, path: str, body: Any = None, key: str = KEY) -> Any:
     async with (
-        aiohttp.ClientSession(server.url, headers=bearer(KEY)) as http,
-        http.put(path, json=body) as reply,
+        aiohttp.ClientSession(server.url, headers=bearer(key)) as http,
+        http.request(method, path, json=body) as reply,
     ):
-        assert reply.status == 204, await reply.text()
+        assert reply.status < 300, await reply.text()
+        return await reply.json() if reply.status != 204 else None
+
+
+async def get(server: Server, path: str, key: str = KEY) -> Any:
+    return await call(server, "GET", path, key=key)
 
 
 async def test_a_command_has_a_running_server_erase_a_person(
     run: Run,  # noqa: F811
+    team: Path,
     tmp_path: Path,
 ) -> None:
-    lines = key_file_line("ada", KEY, is_operator=True), key_file_line("bob", OTHER)
-    await asyncio.to_thread(key_file, tmp_path, *lines)
     argv = [sys.executable, "-m", "gateway.cli", "users", "delete", "bob", "--yes"]
 
     async def command(*options: str) -> subprocess.CompletedProcess[str]:
@@ -74,37 +72,33 @@ async def test_a_command_has_a_running_server_erase_a_person(
             subprocess.run, [*argv, *options], capture_output=True, text=True, timeout=60
         )
 
-    async with serving(tmp_path / "data", tmp_path / "keys") as (server, _):
+    async with serving(tmp_path / "data", team) as (server, _):
         await get(server, "/api/sessions", OTHER)
         refused = await command("--url", server.url, "--api-key", OTHER)
         assert refused.returncode == 2 and "operator's key" in refused.stderr
         erased = await command("--url", server.url, "--api-key", KEY)
         assert erased.stdout == "Erased bob: 0 conversations, 3 blocks of KV on disk.\n", erased.stderr
-    assert [person.name for person in read_roll(tmp_path / "keys", {}).people()] == ["ada"]
+    assert [person.name for person in read_roll(team, {}).people()] == ["ada"]
 
 
 async def test_a_running_server_is_backed_up_and_the_copy_answers_with_its_conversations(
     run: Run,  # noqa: F811
+    team: Path,
     tmp_path: Path,
 ) -> None:
-    await asyncio.to_thread(key_file, tmp_path, key_file_line("ada", KEY, is_operator=True))
-    async with serving(tmp_path / "data", tmp_path / "keys") as (server, node):
+    async with serving(tmp_path / "data", team) as (server, node):
         turns = server.services.turns
-        (me,) = (await get(server, "/v1/usage"))["people"]
+        me, _ = (await get(server, "/v1/usage"))["people"]
         done = await turns.ask(me["owner"], Message(id="m1", content="What is a hen?"))
         (await node.asked(0)).finish("A bird.")
         while turns.is_busy(me["owner"]):
             await asyncio.sleep(0)
-        await put(server, "/api/presets/p", {"name": "Patient", "settings": {"temperature": 0.5}})
+        await call(server, "PUT", "/api/presets/p", {"name": "Patient", "settings": {"temperature": 0.5}})
         await turns.ask(me["owner"], Message(id="m2", content="Under way."))
         await node.asked(1)
         said = await asyncio.to_thread(run, "backup", "copy")
         assert "sessions.sqlite3" in said and "keys" in said
-        async with (
-            aiohttp.ClientSession(server.url, headers=bearer(KEY)) as http,
-            http.post("/api/sessions", json={"title": "Later"}) as reply,
-        ):
-            assert reply.status == 201, "the server went on"
+        await call(server, "POST", "/api/sessions", {"title": "Later"})  # the server goes on
         with pytest.raises(Refused, match="is there already"):
             await asyncio.to_thread(run, "backup", "copy")
         node.cut_off()
@@ -117,23 +111,27 @@ async def test_a_running_server_is_backed_up_and_the_copy_answers_with_its_conve
         assert {session["id"] for session in listed} >= {done.session_id} and len(listed) == 2
         session = await get(server, f"/api/sessions/{done.session_id}")
         assert [turn["answer"] for turn in session["turns"]] == ["A bird."]
-        (me,) = (await get(server, "/v1/usage"))["people"]
+        me, _ = (await get(server, "/v1/usage"))["people"]
         assert (me["name"], me["num_sessions"]) == ("ada", 2)
         assert [preset["name"] for preset in (await get(server, "/api/presets"))["presets"]] == ["Patient"]
+
+
+def begun(folder: Path) -> None:
+    """A server with a key file has run here."""
+    key_file(folder, key_file_line("ada", KEY))
+
+    async def begin() -> None:
+        async with serving(folder / "data", folder / "keys"):
+            pass
+
+    asyncio.run(begin())
 
 
 def test_nothing_is_overwritten_and_nothing_half_restored(run: Run, tmp_path: Path) -> None:  # noqa: F811
     with pytest.raises(Refused, match="no conversations in"):
         run("backup", "copy")
     assert not list(tmp_path.glob("*copy*"))
-    key_file(tmp_path, key_file_line("ada", KEY))
-    data = tmp_path / "data"
-
-    async def begin() -> None:
-        async with serving(data, tmp_path / "keys"):
-            pass
-
-    asyncio.run(begin())
+    begun(tmp_path)
     run("backup", "copy")
     with pytest.raises(Refused, match=r"data/\S+ is there already"):
         run("restore", "copy", "--key-file", "elsewhere")
@@ -159,13 +157,7 @@ def test_nothing_is_overwritten_and_nothing_half_restored(run: Run, tmp_path: Pa
 @pytest.fixture
 def copy(run: Run, tmp_path: Path) -> Path:  # noqa: F811
     """A backup of a server with a key file."""
-    key_file(tmp_path, key_file_line("ada", KEY))
-
-    async def begin() -> None:
-        async with serving(tmp_path / "data", tmp_path / "keys"):
-            pass
-
-    asyncio.run(begin())
+    begun(tmp_path)
     run("backup", "copy")
     return tmp_path / "copy"
 
@@ -197,17 +189,23 @@ def test_what_is_wrong_with_a_place_is_said_in_a_sentence_and_nothing_stays(
     assert not to.exists() and not list(tmp_path.glob(".*.new-*"))
 
 
+def killed(folder: Path) -> Path:
+    """A copy of the data folder as `kill -9` leaves it, behind the backup by a table of one text."""
+    left = folder / "left"
+    with closing(sqlite3.connect(folder / "data" / SESSIONS_NAME)) as conn:
+        conn.execute("CREATE TABLE later (text)")
+        conn.execute("INSERT INTO later VALUES ('said last')")
+        conn.commit()
+        shutil.copytree(folder / "data", left)
+    return left
+
+
 def test_what_a_killed_server_left_beside_its_databases_is_not_put_into_a_restored_one(
     run: Run,  # noqa: F811
     copy: Path,
     tmp_path: Path,
 ) -> None:
-    left, new = tmp_path / "data" / "left", tmp_path / "new"
-    with closing(sqlite3.connect(tmp_path / "data" / SESSIONS_NAME)) as conn:
-        conn.execute("CREATE TABLE later (text)")
-        conn.execute("INSERT INTO later VALUES ('said after the backup')")
-        conn.commit()
-        shutil.copytree(tmp_path / "data", left)  # as `kill -9` leaves it
+    left, new = killed(tmp_path), tmp_path / "new"
     assert (left / f"{SESSIONS_NAME}-wal").stat().st_size > 0
     for path in left.iterdir():
         if "-wal" in path.name or "-shm" in path.name:
@@ -220,12 +218,7 @@ def test_what_a_killed_server_left_beside_its_databases_is_not_put_into_a_restor
 
 def test_data_on_a_disk_that_takes_no_new_file_is_backed_up(copy: Path, tmp_path: Path) -> None:
     """A full disk, or one without writes: when a backup is wanted most. A pipe in the place of SQLite's shared memory takes no bytes either."""
-    data, left, to = tmp_path / "data", tmp_path / "left", tmp_path / "backup"
-    with closing(sqlite3.connect(data / SESSIONS_NAME)) as conn:
-        conn.execute("CREATE TABLE later (text)")
-        conn.execute("INSERT INTO later VALUES ('said last')")
-        conn.commit()
-        shutil.copytree(data, left)  # as `kill -9` leaves it
+    left, to = killed(tmp_path), tmp_path / "backup"
     for name in (SESSIONS_NAME, "people.sqlite3"):
         (left / f"{name}-shm").unlink(missing_ok=True)
         os.mkfifo(left / f"{name}-shm")

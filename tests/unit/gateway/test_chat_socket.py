@@ -19,9 +19,7 @@ from gateway.sessions import SessionStore
 
 from .fake_node import PATIENCE_S
 from .front import Gateway, Gateways
-from .parts import passes, settled, until
-
-KEYS = ("ov-first-key-for-tests-only", "ov-second-key-for-tests-only")
+from .parts import KEYS, passes, settled, until
 
 
 async def test_a_socket_keeps_the_key_of_its_first_good_hello(gateways: Gateways) -> None:

@@ -292,16 +292,9 @@ def test_a_flag_of_an_engine_argument_is_taken_by_its_name_and_any_other_is_unkn
     assert made[0] == "m" and made[2::2] == given and set(made[1::2]) == {"--engine-arg"}
     assert "cpu_offload_gb=4" in shown("--cpu-offload-gb", "4")
     several = ["--logits-processors", "a:B", "c:D", "--hf-token", "--ignore-patterns", "x", "--seed", "1"]
-    assert translate(several, OWN, engine_arguments) == [
-        "--engine-arg",
-        'logits_processors=["a:B", "c:D"]',
-        "--engine-arg",
-        "hf_token=true",
-        "--engine-arg",
-        "ignore_patterns=x",
-        "--seed",
-        "1",
-    ]
+    *made, seed, number = translate(several, OWN, engine_arguments)
+    assert made[1::2] == ['logits_processors=["a:B", "c:D"]', "hf_token=true", "ignore_patterns=x"]
+    assert set(made[::2]) == {"--engine-arg"} and (seed, number) == ("--seed", "1")
     for wrong in (["--cpu-offload-gigs", "4"], ["--cpu-offload-gb"], ["--no-cpu-offload-gb"]):
         assert translate(wrong, OWN, engine_arguments) == wrong
         assert "No such option" in run("config", *wrong).stderr
@@ -337,33 +330,20 @@ def test_the_longest_context_may_be_what_the_kv_cache_holds() -> None:
 
 
 def test_several_names_of_the_model_are_taken_and_a_model_behind_one_stays_the_model() -> None:
+    def of(line: str, needs_model: bool = True) -> str:
+        return " ".join(translate(line.split(), OWN, needs_model=needs_model))
+
     name, alias = "--served-model-name", "--served-model-alias"
-
-    def of(*argv: str, needs_model: bool = True) -> list[str]:
-        return translate(argv, OWN, needs_model=needs_model)
-
-    assert of("m", name, "a", "b", "c", "--seed", "1") == [
-        "m",
-        name,
-        "a",
-        alias,
-        "b",
-        alias,
-        "c",
-        "--seed",
-        "1",
-    ]
-    assert of(name, "a", "b", "--model=m") == [name, "a", alias, "b", "--model=m"]
-    assert of(name, "a", "./m") == [name, "a", "./m"]
-    assert of(name, "a", "b", needs_model=False) == [name, "a", alias, "b"]
-    assert of(name) == [name]
-    keys = ["--api-key", "a", "--api-key", "b"]
-    assert of("m", "--api-key", "a", "b") == ["m", *keys]
-    assert of("--api-key", "a", "b", "--model=m") == [*keys, "--model=m"]
-    with pytest.raises(
-        FlagRefusal, match=r"^[^z]*$"
-    ):  # one of them may be meant as a model, and none is shown
-        of("--api-key", "zzz", "zz")
+    assert of(f"m {name} a b c --seed 1") == f"m {name} a {alias} b {alias} c --seed 1"
+    assert of(f"{name} a b --model=m") == f"{name} a {alias} b --model=m"
+    assert of(f"{name} a ./m") == f"{name} a ./m"
+    assert of(f"{name} a b", needs_model=False) == f"{name} a {alias} b"
+    assert of(name) == name
+    assert of("m --api-key a b") == "m --api-key a --api-key b"
+    assert of("--api-key a b --model=m") == "--api-key a --api-key b --model=m"
+    # One of them may be meant as a model, and none is shown.
+    with pytest.raises(FlagRefusal, match=r"^[^z]*$"):
+        of("--api-key zzz zz")
     said = shown("demo/model", name, "a", "b", "c")
     assert re.search(r"served_model_name +a ", said) and re.search(r"served_model_aliases +b, c ", said)
 

@@ -116,11 +116,6 @@ def test_a_machine_in_order_gets_no_findings() -> None:
     assert advice() == ""
 
 
-def test_a_full_disk_of_the_data_folder_is_told() -> None:
-    (full,) = remedies.about_full_disk("/x", 3 << 20)
-    assert "3 MiB free: messages are refused" in full.problem and "--data-dir" in full.remedy
-
-
 def test_each_fault_is_found_with_a_remedy_that_fits_the_installation() -> None:
     missing, gone = remedies.about_vllm("No module", [moved(is_vital=True)], "cuda", is_checkout=True)
     assert "make venv DEVICE=cuda" in missing.remedy and "make venv DEVICE=cuda" in gone.remedy
@@ -130,6 +125,8 @@ def test_each_fault_is_found_with_a_remedy_that_fits_the_installation() -> None:
     no_gpu, cpu_build = remedies.about_device("cuda", MACHINE, packages.CPU_BUILD, 1, is_checkout=True)
     assert "--device cpu" in no_gpu.remedy and "DEVICE=cuda" in cpu_build.remedy
     assert not list(remedies.about_device("cpu", MACHINE, packages.CPU_BUILD, 1, is_checkout=True))
+    (full,) = remedies.about_full_disk("/x", 3 << 20)
+    assert "3 MiB free: messages are refused" in full.problem and "--data-dir" in full.remedy
     assert "--kv-host-gib and --kv-cache-gib" in advice(kv_host_gib=16.0)
     assert "--kv-cache-gib" not in advice("cuda", WITH_GPU, kv_host_gib=16.0)
 

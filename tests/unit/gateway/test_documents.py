@@ -8,7 +8,6 @@ import zipfile
 from collections.abc import Callable
 from typing import Any
 
-import aiohttp
 import docx
 import msgspec
 import openpyxl
@@ -169,7 +168,9 @@ async def test_a_documents_type_counts_in_any_spelling(media_type: str) -> None:
     assert "<p>" not in body["messages"][0]["content"][0]["source"]["data"]
 
 
-async def test_little_is_remembered_of_many_short_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_document_that_comes_again_is_read_once_and_little_is_remembered_of_many_short_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("gateway.documents.reader.MAX_REMEMBERED_CHARS", 2 * OWN_CHARS + 100)
     reader = Reader()
     first = await reader.read(b"a", "text/plain", "ann")
@@ -180,6 +181,11 @@ async def test_little_is_remembered_of_many_short_documents(monkeypatch: pytest.
     assert await reader.read(pdf("High water."), "", "ann") is whole, (
         "what names no kind of text counts for nothing"
     )
+    others = await reader.read(pdf("High water."), "", "bob")
+    assert others is not whole, "nor is bob told that ann has sent it"
+    reader.forget("ann")
+    assert await reader.read(pdf("High water."), "", "bob") is others
+    assert await reader.read(pdf("High water."), "", "ann") is not whole
     reader.forget("ann")
     kept = [await reader.read(data, "text/plain", "ann") for data in (b"b", b"c")]
     again = [await reader.read(data, "text/plain", "ann") for data in (b"b", b"c")]
@@ -200,15 +206,12 @@ async def test_many_documents_of_one_person_do_not_hold_up_others() -> None:
 
 
 async def test_the_route_returns_text_of_the_body(gateway: Gateway) -> None:
-    async with aiohttp.ClientSession(gateway.server.url) as http:
-        async with http.post("/api/documents", data=sheets()) as reply:
-            found = await reply.json()
-            assert (reply.status, found["kind"], found["num_pages"]) == (200, "xlsx", 2)
-        async with http.post("/api/documents", data=pdf("")) as reply:
-            error = (await reply.json())["error"]
-            assert (reply.status, error["code"], error["param"]) == (400, "bad_request", "document")
-        async with http.post("/api/documents", data=bytes(17 << 20)) as reply:
-            assert reply.status == 413
+    reply = await gateway.call("POST", "/api/documents", data=sheets())
+    assert (reply.status, reply.body["kind"], reply.body["num_pages"]) == (200, "xlsx", 2)
+    reply = await gateway.call("POST", "/api/documents", data=pdf(""))
+    error = reply.body["error"]
+    assert (reply.status, error["code"], error["param"]) == (400, "bad_request", "document")
+    assert (await gateway.call("POST", "/api/documents", data=bytes(17 << 20))).status == 413
 
 
 PDF = base64.b64encode(pdf("High water.")).decode()
@@ -246,17 +249,6 @@ async def test_documents_in_calls_become_text_in_the_form_of_each_api() -> None:
     read = [{"type": "text", "media_type": "text/plain", "data": text} for text in ("High water.", "ä")]
     results, other = message["messages"][0]["content"]
     assert [results["content"][0]["source"], other["source"]] == read and other["title"] == "Tides"
-
-
-async def test_a_document_that_comes_with_each_call_is_read_once() -> None:
-    reader = Reader()
-    found = await reader.read(pdf("High water."), "", "ann")
-    assert await reader.read(pdf("High water."), "", "ann") is found
-    assert await reader.read(pdf("High water."), "", "bob") is not found, (
-        "nor is it told that ann has sent it"
-    )
-    reader.forget("ann")
-    assert await reader.read(pdf("High water."), "", "ann") is not found
 
 
 async def test_what_is_no_document_stays_and_what_cannot_be_read_names_its_field() -> None:

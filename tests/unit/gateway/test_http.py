@@ -51,16 +51,16 @@ from gateway.turns.failures import from_bridge
 from .front import Gateway, Gateways
 
 
-async def test_a_head_that_is_too_large_is_told_its_bound(http: aiohttp.ClientSession) -> None:
+async def test_a_head_that_is_too_large_is_told_its_bound(gateway: Gateway) -> None:
     many = {f"X-{number}": "a" for number in range(200)}
     for route, headers, says in (
         ("/healthz", {"Cookie": "a=" + "a" * 9000}, "8,190 bytes"),
         ("/healthz?" + "a" * 9000, {}, "8,190 bytes"),
         ("/healthz", many, "128 headers"),
     ):
-        async with http.get(route, headers=headers) as reply:
-            assert reply.status == 431 and reply.headers["Server"] == "Overture"
-            error = (await reply.json())["error"]
+        reply = await gateway.call("GET", route, headers=headers)
+        assert reply.status == 431 and reply.headers["Server"] == "Overture"
+        error = reply.body["error"]
         assert says in error["message"] and error["code"] == "frame_too_large"
         assert "aaaa" not in error["message"]
 
@@ -100,14 +100,14 @@ async def test_without_a_host_no_name_server_is_asked(
         writer.close()
 
 
-async def test_half_a_character_of_a_body_is_a_question_mark(http: aiohttp.ClientSession) -> None:
+async def test_half_a_character_of_a_body_is_a_question_mark(gateway: Gateway) -> None:
     """An agent would be refused for ever with the history that it cut between the halves of an emoji."""
     for title, shown in ((rb"Trip \ud83d!", "Trip ?!"), (rb"\ude00 and \ud83d\ude00", "? and \U0001f600")):
-        async with http.post("/api/sessions", data=b'{"title":"%s"}' % title) as reply:
-            assert reply.status == 201 and (await reply.json())["title"] == shown
+        reply = await gateway.call("POST", "/api/sessions", data=b'{"title":"%s"}' % title)
+        assert reply.status == 201 and reply.body["title"] == shown
     for no_json in (rb'{"title":"\ud83d', rb'{"title":"\ud83d","settings":{"temperature":1e999}}'):
-        async with http.post("/api/sessions", data=no_json) as reply:
-            assert reply.status == 400 and "valid JSON" in await reply.text()
+        reply = await gateway.call("POST", "/api/sessions", data=no_json)
+        assert reply.status == 400 and "valid JSON" in str(reply.body)
 
 
 @pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/load_lora_adapter"])
@@ -165,21 +165,17 @@ def counted(value: Any) -> tuple[int, int]:
 
 @given(VALUES, st.sampled_from([1, 2, 3, 7, 1 << 18]))
 def test_depth_is_exact_and_values_are_never_fewer_than_there_are(value: Any, chunk_bytes: int) -> None:
+    """In pieces, too, behind a line that looks like a string's beginning."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_shape, "CHUNK_BYTES", chunk_bytes)
         shape = shape_of(json.dumps(value, ensure_ascii=False).encode())
     num_values, depth = counted(value)
     assert shape.depth == depth
     assert num_values <= shape.num_values <= 2 * num_values + 1
-
-
-@given(VALUES, st.sampled_from([1, 2, 3, 7, 1 << 18]))
-def test_values_that_come_in_pieces_are_never_counted_too_low(value: Any, piece_bytes: int) -> None:
-    """Also behind a line that looks like a string's beginning."""
     counter, text = ValueCounter(), b': "\r\n' + json.dumps(value, ensure_ascii=False, indent=1).encode()
-    for start in range(0, len(text), piece_bytes):
-        counter.add(text[start : start + piece_bytes])
-    assert counted(value)[0] <= counter.num_values <= 4 * counted(value)[0] + 3
+    for start in range(0, len(text), chunk_bytes):
+        counter.add(text[start : start + chunk_bytes])
+    assert num_values <= counter.num_values <= 4 * num_values + 3
 
 
 MESSAGE = {"role": "user", "content": "x" * 10}
@@ -224,10 +220,10 @@ def test_bodies_with_too_many_values_or_levels_are_refused() -> None:
             check_shape(num_values, depth, max_values=10, max_depth=4)
 
 
-async def test_what_is_no_file_of_the_page_does_not_exist(http: aiohttp.ClientSession) -> None:
+async def test_what_is_no_file_of_the_page_does_not_exist(gateway: Gateway) -> None:
     for name in ("", "nothing.js", "js", "%2e%2e/README.md", "..%2fREADME.md", "%00", "x" * 300, "%ff"):
-        async with http.get(URL(f"/static/{name}", encoded=True)) as reply:
-            assert reply.status == 404, (name, await reply.text())
+        reply = await gateway.call("GET", URL(f"/static/{name}", encoded=True))
+        assert reply.status == 404, (name, reply.body)
 
 
 async def test_a_socket_that_watches_the_list_hears_of_every_change_of_its_owner(gateways: Gateways) -> None:
@@ -381,6 +377,9 @@ async def test_while_the_engine_starts_there_is_no_half_document(app: web.Applic
         assert (await response.json())["error"]["code"] == "starting"
 
 
+TAKE_GZIP = ("GZIP", "br, gzip;q=0.5", "gzip;q=0.10")
+
+
 async def test_texts_of_the_page_come_packed_and_a_second_time_not_at_all(gateway: Gateway) -> None:
     """Where the client unpacks them; else as they are."""
     async with aiohttp.ClientSession(gateway.server.url, auto_decompress=False) as http:
@@ -390,13 +389,11 @@ async def test_texts_of_the_page_come_packed_and_a_second_time_not_at_all(gatewa
                 assert (
                     reply.headers["Content-Encoding"] == "gzip" and reply.headers["Vary"] == "Accept-Encoding"
                 )
-            for accepted in ("identity", "gzip;q=0", "br, gzip; Q=0.00", "x-gzip", ""):
+            for accepted in ("identity", "gzip;q=0", "br, gzip; Q=0.00", "x-gzip", "", *TAKE_GZIP):
                 async with http.get(path, headers={"Accept-Encoding": accepted}) as reply:
-                    assert await reply.read() == gzip.decompress(packed), accepted
-                    assert "Content-Encoding" not in reply.headers and reply.headers["Vary"]
-            for accepted in ("GZIP", "br, gzip;q=0.5", "gzip;q=0.10"):
-                async with http.get(path, headers={"Accept-Encoding": accepted}) as reply:
-                    assert await reply.read() == packed, accepted
+                    is_packed = "Content-Encoding" in reply.headers
+                    assert is_packed is (accepted in TAKE_GZIP) and reply.headers["Vary"], accepted
+                    assert await reply.read() == (packed if is_packed else gzip.decompress(packed)), accepted
             for known in (tag, f"W/{tag}", f'"other", {tag}', "*"):
                 headers = {"Accept-Encoding": "gzip", "If-None-Match": known}
                 async with http.get(path, headers=headers) as reply:
@@ -405,18 +402,15 @@ async def test_texts_of_the_page_come_packed_and_a_second_time_not_at_all(gatewa
 
 async def test_what_a_page_loads_is_kept_by_browsers_as_its_path_names_what_it_is(gateway: Gateway) -> None:
     """Under the path of another version there is the same, which no browser keeps; the sources stay where they were."""
-    async with aiohttp.ClientSession(gateway.server.url) as http:
-        async with http.get("/") as reply:
-            found = re.search(r'src="(static/v-[0-9a-f]+/js/main.js)"', await reply.text())
-            assert found and reply.headers["Cache-Control"] == "no-cache"
-        replies = {}
-        for path in (found[1], "static/v-0123/js/main.js", "static/js/main.js"):
-            async with http.get(f"/{path}") as reply:
-                assert reply.status == 200 and reply.content_type == "text/javascript"
-                replies[await reply.text()] = reply.headers["Cache-Control"]
-        assert list(replies.values()) == ["no-cache", "no-cache"]
-        async with http.get(f"/{found[1]}") as reply:
-            assert "immutable" in reply.headers["Cache-Control"]
-        for path in ("js/../../setup.py", "none.js", "", "css/page-none.css"):
-            async with http.get(f"/static/v-0123/{path}") as reply:
-                assert reply.status == 404
+    page = await gateway.call("GET", "/")
+    found = re.search(r'src="(static/v-[0-9a-f]+/js/main.js)"', page.body)
+    assert found and page.headers["Cache-Control"] == "no-cache"
+    replies = {}
+    for path in (found[1], "static/v-0123/js/main.js", "static/js/main.js"):
+        reply = await gateway.call("GET", f"/{path}")
+        assert reply.status == 200 and reply.headers["Content-Type"].startswith("text/javascript")
+        replies[reply.body] = reply.headers["Cache-Control"]
+    assert list(replies.values()) == ["no-cache", "no-cache"]
+    assert "immutable" in (await gateway.call("GET", f"/{found[1]}")).headers["Cache-Control"]
+    for path in ("js/../../setup.py", "none.js", "", "css/page-none.css"):
+        assert (await gateway.call("GET", f"/static/v-0123/{path}")).status == 404

@@ -10,7 +10,7 @@ from engine_bridge.policy.kv.hints import MAX_PINS, KvHint
 from gateway.access.shares import Shares
 from gateway.advisories.advisories import BURST
 from gateway.errors import GatewayError
-from gateway.hints.kv_hints import Asker, KvHintRequest, KvHints
+from gateway.hints.kv_hints import Asker, HintRecord, KvHintRequest, KvHints
 from gateway.hints.parsing import CallHints
 from gateway.recognition.recognition import Recognition, SessionCall
 from gateway.turns.replies import AnswerReader
@@ -40,6 +40,9 @@ class Said:
         )
         assert call is not None
         return call
+
+    async def submit(self, action: Any, *, asker: Asker = ANN, **fields: Any) -> HintRecord:
+        return await self.hints.submit(asker, KvHintRequest(action=action, **fields))
 
     def answered(self, call: SessionCall, *hints: KvHint, asker: Asker = ANN) -> str:
         told = self.hints.heard(asker, call, CallHints(hints=list(hints)))
@@ -106,17 +109,17 @@ async def test_a_pin_is_renewed_by_each_answer_of_its_session_until_its_time_is_
 async def test_a_hint_by_its_messages_finds_the_keys_own_session_alone(said: Said) -> None:
     call = await said.began()
     said.answered(call)
-    wanted = KvHintRequest(action="retain", messages=MESSAGES, model="m")
-    assert (await said.hints.submit(EVE, wanted)).outcome == "unknown"
+    wanted: Any = {"messages": MESSAGES, "model": "m"}
+    assert (await said.submit("retain", asker=EVE, **wanted)).outcome == "unknown"
     assert not said.node.session_hints
-    record = await said.hints.submit(ANN, wanted)
+    record = await said.submit("retain", **wanted)
     assert (record.sessions, record.outcome) == ([call.session_id], "granted")
     with pytest.raises(GatewayError):
         said.hints.find("eve", record.id)
     said.hints.take_back("ann", record.id)
     assert [hint.keep_s for hint in said.node.session_hints] == [300.0, 0.0]
     with pytest.raises(GatewayError):
-        await said.hints.submit(ANN, KvHintRequest(action="retain"))
+        await said.submit("retain")
 
 
 async def test_a_clients_name_stands_for_the_conversations_of_its_key_under_it(said: Said) -> None:
@@ -125,7 +128,7 @@ async def test_a_clients_name_stands_for_the_conversations_of_its_key_under_it(s
         await said.began(agent_hint={"session_id": "w"}),
     )
     other = await said.began("eve", agent_hint={"session_id": "w"})
-    record = await said.hints.submit(ANN, KvHintRequest(action="demote", session_id="w"))
+    record = await said.submit("demote", session_id="w")
     assert record.sessions == [one.session_id, two.session_id] and one.session_id != two.session_id
     assert {hint.tenant for hint in said.node.session_hints} == {"ann"}
     for call in (one, two, other):
@@ -138,18 +141,14 @@ async def test_what_is_beyond_a_share_is_told_and_not_done(
     now = said.hints._clock()
     monkeypatch.setattr(said.hints, "_clock", lambda: now)  # or the share fills again on a slow machine
     for number in range(MAX_PINS):
-        assert (
-            await said.hints.submit(ANN, KvHintRequest(action="pin", session_id=f"s{number}"))
-        ).outcome == "granted"
+        assert (await said.submit("pin", session_id=f"s{number}")).outcome == "granted"
     before = len(said.node.session_hints)
-    record = await said.hints.submit(ANN, KvHintRequest(action="pin", session_id="more"))
+    record = await said.submit("pin", session_id="more")
     assert (record.outcome, record.ttl_s, record.advisories) == ("full", 0.0, [])
     assert len(said.node.session_hints) == before
     for number in range(BURST):
-        await said.hints.submit(ANN, KvHintRequest(action="prefetch", session_id=f"p{number}"))
-    assert (
-        await said.hints.submit(ANN, KvHintRequest(action="prefetch", session_id="p"))
-    ).outcome == "refused"
+        await said.submit("prefetch", session_id=f"p{number}")
+    assert (await said.submit("prefetch", session_id="p")).outcome == "refused"
 
 
 async def test_an_envelope_says_all_that_was_passed_over(said: Said) -> None:
@@ -162,10 +161,8 @@ async def test_many_hints_of_one_key_cost_no_other_keys_record(
     said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(said.hints, "_places", Shares(2, 4))
-    eves = await said.hints.submit(EVE, KvHintRequest(action="retain", session_id="e"))
-    anns = [
-        await said.hints.submit(ANN, KvHintRequest(action="retain", session_id=f"a{n}")) for n in range(6)
-    ]
+    eves = await said.submit("retain", asker=EVE, session_id="e")
+    anns = [await said.submit("retain", session_id=f"a{n}") for n in range(6)]
     assert said.hints.find("eve", eves.id) is eves and said.hints.find("ann", anns[-1].id) is anns[-1]
     with pytest.raises(GatewayError):
         said.hints.find("ann", anns[0].id)

@@ -21,10 +21,10 @@ def exposed(collector: Any) -> dict[str, float]:
     return {name.removeprefix("overture_"): float(value) for name, value in pairs}
 
 
-def scheduling(**changes: Any) -> dict[str, float]:
+def scheduling(*name_of: Any, **changes: Any) -> dict[str, float]:
     figures: dict[str, Any] = {"policy": "mlq", "num_running": 0, "num_waiting": 0, "num_by_reason": {}}
     figures |= {"lanes": None, "counts": {}, "seconds": {}, "length_errors": None}
-    return exposed(SchedulingCollector(lambda: SchedulingStats(**figures | changes)))
+    return exposed(SchedulingCollector(lambda: SchedulingStats(**figures | changes), *name_of))
 
 
 @pytest.mark.parametrize("collector", [AdapterCollector, KvCollector, SchedulingCollector])
@@ -93,11 +93,9 @@ def test_who_waits_what_was_done_and_how_long_answers_were_is_told() -> None:
 
 
 def test_people_are_told_apart_only_where_their_names_are_given() -> None:
-    figures: dict[str, Any] = {"policy": "bounded", "num_running": 0, "num_waiting": 0, "num_by_reason": {}}
-    figures |= {"lanes": None, "counts": {}, "seconds": {}, "length_errors": None}
-    stats = SchedulingStats(**figures, length_calibration={"owner-1": (9, 4, 8), "owner-2": (1, 1, 1)})
-    assert not any("user" in name for name in exposed(SchedulingCollector(lambda: stats)))
-    told = exposed(SchedulingCollector(lambda: stats, lambda owner: "ada"))
+    calibration = {"owner-1": (9, 4, 8), "owner-2": (1, 1, 1)}
+    assert not any("user" in name for name in scheduling(length_calibration=calibration))
+    told = scheduling(lambda owner: "ada", length_calibration=calibration)
     assert told['user_answers_total{user="ada"}'] == 10, "two people of one name are one"
     within = [
         told[f'user_answers_within_total{{quantile="{quantile}",user="ada"}}'] for quantile in (0.5, 0.9)

@@ -14,17 +14,16 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from multidict import CIMultiDict
 
-from gateway.access.key_file import key_file_line, owner_of
+from gateway.access.key_file import owner_of
 from gateway.app import build_app
-from gateway.errors import GatewayError
 from gateway.people.named_by_proxy import TrustedHeader
 from gateway.people.sign_ins import COOKIE
 from gateway.settings.config import Config
 
 from .front import Gateway, Gateways, bearer
-from .test_access import KEY, OTHER, key_file, old_line
+from .parts import KEY, OTHER, key_file
+from .test_access import old_line
 from .test_audit import written
-from .test_settings import load
 from .test_sign_ins import signed_in
 
 HEADER = "X-Forwarded-User"
@@ -32,11 +31,9 @@ ADMIN = "/v1/admin/people"
 
 
 @pytest.fixture
-async def gateway(gateways: Gateways, tmp_path: Path) -> Gateway:
-    """With ada, an operator, and bob; a proxy may name them."""
-    lines = key_file_line("ada", KEY, is_operator=True), key_file_line("bob", OTHER)
-    path = await asyncio.to_thread(key_file, tmp_path, *lines)
-    return await gateways(api_key_file=path, trusted_user_header=HEADER)
+async def gateway(gateways: Gateways, team: Path) -> Gateway:
+    """A proxy may name its people."""
+    return await gateways(api_key_file=team, trusted_user_header=HEADER)
 
 
 async def asked(url: str, *names: str, path: str = "/v1/usage", **headers: str) -> tuple[int, Any]:
@@ -87,10 +84,9 @@ async def test_keys_go_before_the_header_and_the_header_before_cookies(gateway: 
     assert (await greeted(url, "nobody", api_key=KEY))["user"]["name"] == "ada"
 
 
-async def test_pages_elsewhere_are_not_signed_in_by_the_proxy(gateways: Gateways, tmp_path: Path) -> None:
-    path = await asyncio.to_thread(key_file, tmp_path, key_file_line("bob", OTHER))
+async def test_pages_elsewhere_are_not_signed_in_by_the_proxy(gateways: Gateways, team: Path) -> None:
     allowed = "http://other.test"
-    gateway = await gateways(api_key_file=path, trusted_user_header=HEADER, cors_origins=(allowed,))
+    gateway = await gateways(api_key_file=team, trusted_user_header=HEADER, cors_origins=(allowed,))
     url = gateway.server.url
     assert (await asked(url, "bob", Origin=allowed))[0] == 401
     assert (await asked(url, "bob", Origin=url))[0] == 200
@@ -186,14 +182,9 @@ async def test_a_stranger_is_refused_or_added_as_a_member(
 
 async def test_who_is_disabled_or_erased_is_shut_out_at_once(gateway: Gateway) -> None:
     url = gateway.server.url
-    async with (
-        aiohttp.ClientSession(url, headers={HEADER: "bob"}) as http,
-        http.ws_connect("/ws") as socket,
-    ):
-        await socket.send_json({"type": "hello"})
-        assert (await socket.receive_json())["type"] == "ready"
+    async with gateway.socket(headers={HEADER: "bob"}, hello={}) as socket:
         await gateway.call("PATCH", f"{ADMIN}/bob", {"state": "disabled"}, key=KEY)
-        assert (await socket.receive_json())["code"] == "unauthorized"
+        assert (await socket.next())["code"] == "unauthorized"
     status, body = await asked(url, "bob")
     assert status == 401 and "bob is disabled" in body["error"]["message"]
     assert (await gateway.call("DELETE", f"{ADMIN}/bob", key=KEY)).status == 200
@@ -212,23 +203,9 @@ async def test_a_line_of_an_earlier_version_needs_its_key_used_once(
     assert (status, usage["people"][0]["owner"]) == (200, owner_of(OTHER))
 
 
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        ({"trusted_user_header": "X User"}, "the name of a header"),
-        ({"trusted_user_header": "Cookie"}, "says something else"),
-        ({"trusted_user_header": HEADER}, "api_key_file"),
-        ({"add_trusted_users": True}, "set trusted_user_header"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(flags: dict[str, Any], why: str) -> None:
-    with pytest.raises(GatewayError, match=why):
-        load(flags)
-
-
 @pytest.mark.parametrize("route", ["/api/sessions", "/api/sessions/none", "/v1/usage", "/v1/sign-in"])
 async def test_no_cache_keeps_a_reply_for_another_person(gateway: Gateway, route: str) -> None:
     """A person may be known by a cookie or a proxy's word, of which a cache in front knows nothing (RFC 9111 §3.5)."""
-    async with aiohttp.ClientSession(gateway.server.url, headers={HEADER: "bob"}) as http:
-        assert (await http.get(route)).headers["Cache-Control"] == "no-store"
-        assert (await http.get("/")).headers["Cache-Control"] == "no-cache"
+    for path, kept in ((route, "no-store"), ("/", "no-cache")):
+        reply = await gateway.call("GET", path, headers={HEADER: "bob"})
+        assert reply.headers["Cache-Control"] == kept

@@ -18,13 +18,11 @@ from aiohttp.test_utils import TestServer
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from gateway.access.key_file import key_file_line, owner_of
-from gateway.errors import GatewayError
 from gateway.people.sign_ins import COOKIE
 
 from .front import Gateway, Gateways
-from .test_access import KEY, OTHER, key_file
+from .parts import KEY, OTHER, key_file
 from .test_audit import written
-from .test_settings import load
 from .test_sign_ins import status
 
 CLIENT, SECRET = "overture", "s3cret: with + signs"
@@ -39,14 +37,25 @@ def new_key() -> rsa.RSAPrivateKey:
 OURS, ANOTHERS = new_key(), new_key()
 
 
+def signed_by(key: Any, algorithm: str, kid: str = "k1") -> Callable[[Claims], str]:
+    """Make tokens of claims, without those that are None."""
+    return lambda claims: jwt.encode(
+        {name: value for name, value in claims.items() if value is not None},
+        key,
+        algorithm,
+        headers={"kid": kid},
+    )
+
+
+SIGNED = signed_by(OURS, "RS256")
+
+
 class Provider:
     """A provider at which everybody is signed in already. What is set here it does otherwise than it should."""
 
     def __init__(self) -> None:
         self.claims: Claims = {}
-        self.signed: Callable[[Claims], str] = lambda claims: jwt.encode(
-            claims, OURS, "RS256", headers={"kid": "k1"}
-        )
+        self.signed: Callable[[Claims], Any] = SIGNED
         self.refuses = ""
         self.issuer = ""
         self.secret = SECRET
@@ -201,70 +210,44 @@ async def test_attributes_of_both_cookies_keep_scripts_and_other_sites_out(
     assert "HttpOnly" in session and "SameSite=Strict" in session
 
 
+WRONG_CLAIMS: list[Claims] = [
+    {"nonce": "another"},
+    {"nonce": None},
+    {"aud": "another"},
+    {"aud": [CLIENT, "another"]},
+    {"aud": [CLIENT, "another"], "azp": "another"},
+    {"iss": "https://another.example"},
+    {"exp": 1},
+    {"iat": 4_000_000_000},
+    {"sub": None},
+    {"email_verified": False},
+    {"email_verified": None},
+    {"email": None},
+    {"email": 5},
+    {"email": "eve@example.org"},
+]
+WRONGLY_SIGNED: dict[str, Callable[[Claims], Any]] = {
+    "another's key": signed_by(ANOTHERS, "RS256"),
+    "an unknown key": signed_by(OURS, "RS256", kid="k2"),
+    "not the key's algorithm": signed_by(OURS, "PS256"),
+    "a secret": signed_by(SECRET * 4, "HS256"),
+    "none": signed_by(None, "none"),
+    "no token": lambda claims: "no.token.at-all",
+    "a number": lambda claims: 5,
+}
+
+
 @pytest.mark.parametrize(
-    "claims",
-    [
-        {"nonce": "another"},
-        {"nonce": None},
-        {"aud": "another"},
-        {"aud": [CLIENT, "another"]},
-        {"aud": [CLIENT, "another"], "azp": "another"},
-        {"iss": "https://another.example"},
-        {"exp": 1},
-        {"iat": 4_000_000_000},
-        {"sub": None},
-        {"email_verified": False},
-        {"email_verified": None},
-        {"email": None},
-        {"email": 5},
-        {"email": "eve@example.org"},
-    ],
+    ("claims", "signed"),
+    [(claims, SIGNED) for claims in WRONG_CLAIMS] + [({}, signed) for signed in WRONGLY_SIGNED.values()],
+    ids=[*map(str, WRONG_CLAIMS), *WRONGLY_SIGNED],
 )
-async def test_a_token_that_does_not_hold_signs_nobody_in(
-    site: Site, browser: Browser, claims: Claims
+async def test_a_token_that_does_not_hold_or_that_the_provider_did_not_sign_signs_nobody_in(
+    site: Site, browser: Browser, claims: Claims, signed: Callable[[Claims], Any]
 ) -> None:
-    site.provider.signed = lambda made: jwt.encode(
-        {name: value for name, value in made.items() if value is not None},
-        OURS,
-        "RS256",
-        headers={"kid": "k1"},
-    )
-    site.provider.claims = claims
+    site.provider.claims, site.provider.signed = claims, signed
     status, _, text = await browser.sign_in(site.gateway)
     assert status == 401 and "Not signed in" in text
-    assert not browser.cookie(site.gateway)
-
-
-def signed_by(key: Any, algorithm: str, kid: str = "k1") -> Callable[[Claims], str]:
-    return lambda claims: jwt.encode(claims, key, algorithm, headers={"kid": kid})
-
-
-@pytest.mark.parametrize(
-    "signed",
-    [
-        signed_by(ANOTHERS, "RS256"),
-        signed_by(OURS, "RS256", kid="k2"),
-        signed_by(OURS, "PS256"),
-        signed_by(SECRET * 4, "HS256"),
-        signed_by(None, "none"),
-        lambda claims: "no.token.at-all",
-        lambda claims: 5,
-    ],
-    ids=[
-        "another's key",
-        "an unknown key",
-        "not the key's algorithm",
-        "a secret",
-        "none",
-        "no token",
-        "a number",
-    ],
-)
-async def test_a_token_that_the_provider_did_not_sign_signs_nobody_in(
-    site: Site, browser: Browser, signed: Callable[[Claims], str]
-) -> None:
-    site.provider.signed = signed
-    assert (await browser.sign_in(site.gateway))[0] == 401
     assert not browser.cookie(site.gateway)
 
 
@@ -333,17 +316,3 @@ async def test_a_newcomer_is_added_where_the_operator_wants_it(
     await adding.call("PATCH", "/v1/admin/people/eve@example.org", {"state": "disabled"}, key=KEY)
     status, _, text = await browser.sign_in(adding)
     assert status == 401 and "disabled" in text
-
-
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        ({"oidc_issuer": "https://x.example"}, "go together"),
-        ({"oidc_client_id": "x"}, "go together"),
-        ({"oidc_issuer": "http://x.example", "oidc_client_id": "x"}, "an https address"),
-        ({"oidc_issuer": "https://x.example", "oidc_client_id": "x"}, "api_key_file"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(flags: dict[str, Any], why: str) -> None:
-    with pytest.raises(GatewayError, match=why):
-        load(flags)

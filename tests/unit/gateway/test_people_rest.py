@@ -8,7 +8,6 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 from websockets.exceptions import ConnectionClosed
 
@@ -24,10 +23,10 @@ from gateway.sessions import SessionStore
 from kvtiers.io.files import claim
 from kvtiers.io.inspect import erase, inspect
 
-from .front import Gateway, Gateways, bearer
-from .parts import until
+from .front import Gateway, Gateways
+from .parts import KEY, OTHER, key_file, until
 from .stores import chat
-from .test_access import KEY, OTHER, key_file, old_line
+from .test_access import old_line
 from .test_audit import written
 from .test_people import everything_in, fill_kv
 
@@ -201,15 +200,10 @@ async def test_a_person_of_an_earlier_version_is_exported_and_erased_once_the_ke
         answer = await gateway.node.asked(0)
         shown = (await people(gateway))["bob"]
         assert (shown["owner"], shown["tokens_today"], shown["num_sessions"]) == (bob, 11, 2)
-        async with (
-            aiohttp.ClientSession(gateway.server.url, headers=bearer(KEY)) as http,
-            http.get(f"{ADMIN}/bob/export") as reply,
-        ):
-            assert (
-                reply.content_type == "application/zip"
-                and 'filename="bob.zip"' in reply.headers["Content-Disposition"]
-            )
-            packed = zipfile.ZipFile(io.BytesIO(await reply.read()))
+        reply = await gateway.call("GET", f"{ADMIN}/bob/export", key=KEY)
+        assert reply.headers["Content-Type"] == "application/zip"
+        assert 'filename="bob.zip"' in reply.headers["Content-Disposition"]
+        packed = zipfile.ZipFile(io.BytesIO(reply.content))
         assert len(packed.namelist()) == 3 and json.loads(packed.read("person.json"))["owner"] == bob
         erased = await gateway.call("DELETE", f"{ADMIN}/bob", key=KEY)
         assert (erased.status, erased.body) == (200, {"num_sessions": 2, "num_kv_blocks": 3})

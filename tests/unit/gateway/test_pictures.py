@@ -5,7 +5,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
 from PIL import Image
@@ -16,11 +15,9 @@ from gateway.sessions import RESTORE_WINDOW_S, PictureRoom, SessionStore
 from gateway.sessions.pictures import KEEP_UNUSED_S, describe
 from gateway.sessions.schema import SESSION_BYTES, TURN_BYTES
 
-from .front import Gateway, Gateways, bearer
-from .parts import NOW, refused
+from .front import Gateway, Gateways
+from .parts import KEYS, NOW, refused
 from .stores import ask, end, rows_of
-
-KEYS = ("ov-first-key-for-tests-only", "ov-second-key-for-tests-only")
 
 
 def image(shade: int, name: str = "PNG", **options: Any) -> bytes:
@@ -73,17 +70,13 @@ async def test_a_message_has_pictures_of_its_owner_alone(store: SessionStore) ->
         assert (error.code, error.param) == ("not_found", "pictures")
     begun = await ask(store, "s", "t", "", pictures=[second, first, second])
     assert [each.id for each in begun.turn.pictures] == [second, first, second] and begun.title == "Picture"
+    await store.record_turn("ann", "u", "t", "", answer="A", pictures=[first], makes_session=True, now=NOW)
+    assert (await store.get_session("ann", "u")).title == "Picture", "of a call, too"
     assert not (await ask(store, "s", "t", "", pictures=[second, first, second])).is_new
     assert (await refused(ask(store, "s", "t", "", pictures=[first]))).code == "conflict"
     await end(store, "s", "t")
     assert (await store.get_session("ann", "s")).turns[0].pictures == begun.turn.pictures
     assert await store.pictures.read("ann", [first, theirs]) == {first: Picture("image/png", image(1))}
-
-
-async def test_a_call_with_nothing_but_a_picture_has_a_title_too(store: SessionStore) -> None:
-    shown = [await put(store, image(1))]
-    await store.record_turn("ann", "s", "t", "", answer="A", pictures=shown, makes_session=True, now=NOW)
-    assert (await store.get_session("ann", "s")).title == "Picture"
 
 
 @pytest.mark.parametrize("room", [PictureRoom(max_pixels=3 * 48), PictureRoom(max_bytes=3 * len(image(1)))])
@@ -148,11 +141,8 @@ async def test_pictures_count_against_the_quota(path: Path) -> None:
 
 
 async def send(gateway: Gateway, data: bytes, key: str | None = None) -> tuple[int, Any]:
-    async with (
-        aiohttp.ClientSession(gateway.server.url, headers=bearer(key)) as http,
-        http.post("/api/pictures", data=data) as reply,
-    ):
-        return reply.status, await reply.json()
+    reply = await gateway.call("POST", "/api/pictures", data=data, key=key)
+    return reply.status, reply.body
 
 
 async def test_pictures_come_and_go_over_http_and_their_owner_alone_sees_them(gateways: Gateways) -> None:
@@ -161,13 +151,10 @@ async def test_pictures_come_and_go_over_http_and_their_owner_alone_sees_them(ga
     status, picture = await send(gateway, image(1), KEYS[0])
     assert (status, picture["width"], picture["media_type"]) == (201, 8, "image/png")
     path = f"/api/pictures/{picture['id']}"
-    async with (
-        aiohttp.ClientSession(gateway.server.url, headers=bearer(KEYS[0])) as http,
-        http.get(path) as reply,
-    ):
-        assert (await reply.read(), reply.content_type) == (image(1), "image/png")
-        assert reply.headers["X-Content-Type-Options"] == "nosniff"
-        assert "sandbox" in reply.headers["Content-Security-Policy"]
+    shown = await gateway.call("GET", path, key=KEYS[0])
+    assert (shown.content, shown.headers["Content-Type"]) == (image(1), "image/png")
+    assert shown.headers["X-Content-Type-Options"] == "nosniff"
+    assert "sandbox" in shown.headers["Content-Security-Policy"]
     assert (await gateway.call("GET", path, key=KEYS[1])).status == 404
     assert (await gateway.call("GET", path)).status == 401
     status, error = await send(gateway, b"no picture", KEYS[0])

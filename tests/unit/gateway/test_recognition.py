@@ -71,16 +71,6 @@ class Client:
         return conversation, how
 
 
-def test_a_loop_with_tools_is_one_session() -> None:
-    client, history, sessions = Client(Conversations()), [SYSTEM, user("mend it")], set()
-    for turn in range(12):
-        conversation, how = client.ask(list(history), called(f"call-{turn}-f3a9"))
-        assert how == ("continued" if turn else "new")
-        sessions.add(conversation.session_id)
-        history += [called(f"call-{turn}-f3a9"), result(f"call-{turn}-f3a9")]
-    assert len(sessions) == 1
-
-
 @pytest.mark.parametrize(
     "sent_back",
     [
@@ -142,25 +132,54 @@ def results_alone(history: list[Any]) -> list[Any]:
     return [each for each in history if each["role"] != "assistant" or each is history[-2]]
 
 
-TRANSFORMED = [cut_short, middle_edited, latest_only, timed, results_alone]
+TRANSFORMED = [list, cut_short, middle_edited, latest_only, timed, results_alone]
 
 
-@pytest.mark.parametrize("change", TRANSFORMED)
-def test_a_loop_whose_client_changes_its_history_is_one_session(change: Any) -> None:
-    client, history, sessions = Client(Conversations()), [SYSTEM, user("mend it")], set()
+@pytest.mark.parametrize(
+    ("change", "call_id", "text"),
+    [
+        *((change, "call-{}-f3a9", "line {}") for change in TRANSFORMED),
+        (
+            latest_only,
+            "functions.bash:{}",
+            LONG + " {}",
+        ),  # of a model that counts its ids, it is known by its questions
+    ],
+)
+def test_a_loop_with_tools_is_one_session_whatever_its_client_does_to_its_history(
+    change: Any, call_id: str, text: str
+) -> None:
+    client, history, found = Client(Conversations()), [SYSTEM, user("mend it")], []
     for turn in range(8):
-        sessions.add(client.ask(change(list(history)), called(f"call-{turn}-f3a9"))[0].session_id)
-        history += [called(f"call-{turn}-f3a9"), result(f"call-{turn}-f3a9", f"line {turn}")]
-    assert len(sessions) == 1
+        call = called(call_id.format(turn))
+        found.append(client.ask(change(list(history)), call))
+        history += [call, result(call_id.format(turn), text.format(turn))]
+    assert len({conversation.session_id for conversation, _ in found}) == 1
+    assert change is not list or [how for _, how in found] == ["new", *["continued"] * 7]
 
 
-def test_a_talk_whose_client_sends_the_latest_messages_alone_is_one_session() -> None:
-    client, history, sessions = Client(Conversations()), [clock(0)], set()
+def latest_and_the_time(history: list[Any]) -> list[Any]:
+    return [clock(len(history)), *history[1:][-3:]]
+
+
+def summed_up(history: list[Any]) -> list[Any]:
+    """As LlamaIndex's `ChatSummaryMemoryBuffer` sends it: a summary stands behind the instructions."""
+    summary = {"role": "system", "content": f"So far {'one ' * len(history)}was mended."}
+    return [SYSTEM, summary, *history[-3:]] if len(history) > 4 else history
+
+
+@pytest.mark.parametrize(
+    ("change", "question", "answer"),
+    [(latest_and_the_time, LONG + " Part {}?", "Yes."), (summed_up, "Part {}?", LONG + " {}")],
+)
+def test_a_talk_of_which_its_client_sends_the_latest_messages_alone_is_one_session(
+    change: Any, question: str, answer: str
+) -> None:
+    client, history, sessions = Client(Conversations()), [SYSTEM], set()
     for turn in range(8):
-        history.append(user(f"{LONG} Part {turn}?"))
-        sent = [clock(turn), *history[-3:]] if turn else history
-        sessions.add(client.ask(sent, said("Yes."))[0].session_id)
-        history.append(said("Yes."))
+        history.append(user(question.format(turn)))
+        sessions.add(client.ask(change(list(history)), said(answer.format(turn)))[0].session_id)
+        history.append(said(answer.format(turn)))
     assert len(sessions) == 1
 
 
@@ -185,18 +204,6 @@ def test_a_question_from_which_the_client_has_taken_passing_context_is_answered_
     first, _ = client.ask([SYSTEM, user("<open files> mend it")], answer)
     second, how = client.ask([SYSTEM, user("mend it"), answer, user("<open files> thanks")], said("Welcome."))
     assert second is first and how == "rewritten"
-
-
-def test_a_summary_behind_the_instructions_leaves_a_talk_one_session() -> None:
-    """As LlamaIndex's `ChatSummaryMemoryBuffer` sends it."""
-    client, history, sessions = Client(Conversations()), [SYSTEM], set()
-    for turn in range(6):
-        history.append(user(f"Part {turn}?"))
-        summary = {"role": "system", "content": f"So far {'one ' * turn}was mended."}
-        sent = [SYSTEM, summary, *history[-3:]] if turn > 1 else history
-        sessions.add(client.ask(sent, said(f"{LONG} {turn}"))[0].session_id)
-        history.append(said(f"{LONG} {turn}"))
-    assert len(sessions) == 1
 
 
 def test_a_talk_whose_client_leaves_out_what_its_tools_did_is_one_session() -> None:
@@ -305,15 +312,6 @@ def test_a_conversation_that_others_have_left_behind_is_not_joined() -> None:
     longer = [SYSTEM, user("mend it"), said("All?"), user("yes"), said("Really?"), user("yes!")]
     other, how = client.ask(longer, said("Mended."))
     assert how == "new" and other is not begun
-
-
-def test_a_loop_whose_model_counts_its_ids_is_known_by_its_questions() -> None:
-    client, history, sessions = Client(Conversations()), [SYSTEM, user("mend it")], set()
-    for turn in range(6):
-        call = called(f"functions.bash:{turn}")
-        sessions.add(client.ask(latest_only(history), call)[0].session_id)
-        history += [call, result(f"functions.bash:{turn}", f"{LONG} {turn}")]
-    assert len(sessions) == 1
 
 
 def test_two_conversations_with_the_same_last_answer_are_not_joined() -> None:
@@ -480,7 +478,9 @@ def test_no_key_reaches_a_session_of_another_key() -> None:
 def test_an_owner_with_many_conversations_pushes_out_its_own_alone() -> None:
     known = Conversations()
     mine, _ = Client(known, "ada").ask([user("hi")], said("yes?"))
-    for number in range(MAX_OF_ONE + 10):
+    first, _ = Client(known, "eve").ask([user("0")], said("yes?"))
+    Client(known, "eve", SessionName(first.session_id, "header")).ask([user("c")], said("d"))
+    for number in range(1, MAX_OF_ONE + 10):
         Client(known, "eve").ask([user(f"{number}")], said("yes?"))
     assert len(known) == MAX_OF_ONE + 1
     assert Client(known, "ada").ask([user("hi"), said("yes?"), user("more")], said("x"))[0] is mine
@@ -640,14 +640,11 @@ def test_a_client_that_names_its_session_as_another_was_called_leaks_none() -> N
     assert named.session_id != auto.session_id, "two conversations are one session"
 
 
-def test_what_lost_its_place_is_gone() -> None:
-    known = Conversations()
-    auto, _ = Client(known).ask([user("a")], said("b"))
-    Client(known, name=SessionName(auto.session_id, "header")).ask([user("c")], said("d"))
-    for number in range(MAX_OF_ONE + 10):
-        Client(known).ask([user(f"x{number}")], said("y"))
-    assert len(known) == MAX_OF_ONE
-    assert Client(known).ask([user("a"), said("b"), user("c")], said("d"))[1] == "new"
+def calling(**tools: str) -> AnswerReader:
+    """What was read of an answer that calls these tools, by the ids of the calls."""
+    reader = AnswerReader("chat")
+    reader.is_complete, reader.tools = True, tools
+    return reader
 
 
 async def test_a_tool_pause_does_not_replace_what_the_client_said_itself(parts: Parts) -> None:
@@ -656,19 +653,15 @@ async def test_a_tool_pause_does_not_replace_what_the_client_said_itself(parts: 
     )
     await parts.node.told(0)
     tools = Recognition(parts.advisories, parts.metrics)
-    reader = AnswerReader("chat")
-    reader.is_complete, reader.tools = True, {"call-1": "run_tests"}
-    tools.ended(SessionCall("ann", "s", None), reader)
+    tools.ended(SessionCall("ann", "s", None), calling(c1="run_tests"))
     await settled()
     assert not own.is_over and own.retracted is None
 
 
 async def test_tool_pauses_take_no_places_of_a_keys_own_advisories(parts: Parts) -> None:
     tools = Recognition(parts.advisories, parts.metrics)
-    reader = AnswerReader("chat")
-    reader.is_complete, reader.tools = True, {"call-1": "run_tests"}
     for number in range(2 * BURST):
-        tools.ended(SessionCall("ann", f"auto-{number}", None), reader)
+        tools.ended(SessionCall("ann", f"auto-{number}", None), calling(c1="run_tests"))
     parts.advisories.submit("ann", AdvisoryRequest(session_id="mine"), "rest")
 
 
@@ -676,17 +669,11 @@ async def test_a_session_that_is_back_before_the_node_was_told_is_not_announced_
     parts: Parts,
 ) -> None:
     """Or the announcement would wait for a request after that one, and count as one that did not come true."""
-    tools, body = (
-        Recognition(parts.advisories, parts.metrics),
-        {"messages": [user("go"), called("c1"), result("c1")]},
-    )
-    reader = AnswerReader("chat")
-    reader.is_complete, reader.tools = True, {"c1": "bash"}
+    tools = Recognition(parts.advisories, parts.metrics)
+    question, body = {"messages": [user("go")]}, {"messages": [user("go"), called("c1"), result("c1")]}
     for is_told in (False, True):
-        asked = await tools.began(
-            "ann", "chat", {}, {"messages": body["messages"][:1]}, None, "s", is_named=True
-        )
-        tools.ended(asked, reader)
+        asked = await tools.began("ann", "chat", {}, question, None, "s", is_named=True)
+        tools.ended(asked, calling(c1="bash"))
         if is_told:
             await parts.node.told(1)
         back = await tools.began("ann", "chat", {}, body, None, "s", is_named=True)
@@ -701,11 +688,9 @@ async def test_a_session_that_stays_away_longer_is_announced_again_a_few_times(p
     tools = Recognition(parts.advisories, parts.metrics)
     for _ in range(500):
         tools.pauses.note("ann", {"bash"}, 0.01)
-    reader = AnswerReader("chat")
-    reader.is_complete, reader.tools = True, {"c1": "bash"}
     for name, comes_back in (("s", False), ("t", True)):
         asked = await tools.began("ann", "chat", {}, {"messages": [user("go")]}, None, name, is_named=True)
-        tools.ended(asked, reader)
+        tools.ended(asked, calling(c1="bash"))
         if comes_back:
             body = {"messages": [user("go"), called("c1"), result("c1")]}
             await tools.began("ann", "chat", {}, body, None, name, is_named=True)

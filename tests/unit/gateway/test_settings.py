@@ -133,6 +133,14 @@ def test_another_model_brings_its_own_name_and_no_adapters(tmp_path: Path) -> No
             "gone (flag --api-key-file); `overture users add NAME --operator --key-file FILE`",
         ),
         ({"cluster_cert": "gone", "cluster_key": "gone"}, "cluster_cert: there is no file"),
+        ({"oidc_issuer": "https://x.example"}, "go together"),
+        ({"oidc_client_id": "x"}, "go together"),
+        ({"oidc_issuer": "http://x.example", "oidc_client_id": "x"}, "an https address"),
+        ({"oidc_issuer": "https://x.example", "oidc_client_id": "x"}, "api_key_file"),
+        ({"trusted_user_header": "X User"}, "the name of a header"),
+        ({"trusted_user_header": "Cookie"}, "says something else"),
+        ({"trusted_user_header": "X-User"}, "api_key_file"),
+        ({"add_trusted_users": True}, "set trusted_user_header"),
         ({"node_name": "../x"}, "node_name: expected up to 63 letters"),
         (
             {"default_chat_template_kwargs": "no"},
@@ -156,7 +164,7 @@ def test_another_model_brings_its_own_name_and_no_adapters(tmp_path: Path) -> No
     ],
 )
 def test_a_wrong_flag_or_line_of_the_file_is_named_with_what_is_expected(
-    tmp_path: Path, wrong: dict[str, str] | str, expected: str
+    tmp_path: Path, wrong: dict[str, Any] | str, expected: str
 ) -> None:
     is_file = isinstance(wrong, str)
     path = write(tmp_path, wrong if is_file else "")

@@ -7,7 +7,6 @@ from http.cookies import SimpleCookie
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from gateway.access.key_file import key_file_line, owner_of
@@ -15,8 +14,8 @@ from gateway.people.ledger import Ledger
 from gateway.people.sign_ins import COOKIE, LINK_LASTS_S, MAX_SESSIONS, SESSION_LASTS_S, SignIns
 
 from .front import Gateway, Gateways, Reply
-from .parts import Clock, refused
-from .test_access import KEY, OTHER, key_file, ring_of
+from .parts import KEY, OTHER, Clock, passes, refused
+from .test_access import ring_of
 from .test_audit import written
 from .test_usage import NOON
 
@@ -25,11 +24,8 @@ BOB = owner_of(OTHER)
 
 
 @pytest.fixture
-async def gateway(gateways: Gateways, tmp_path: Path) -> Gateway:
-    """With ada, an operator, and bob."""
-    lines = key_file_line("ada", KEY, is_operator=True), key_file_line("bob", OTHER)
-    path = await asyncio.to_thread(key_file, tmp_path, *lines)
-    return await gateways(api_key_file=path)
+async def gateway(gateways: Gateways, team: Path) -> Gateway:
+    return await gateways(api_key_file=team)
 
 
 async def link_of(gateway: Gateway, name: str = "bob") -> str:
@@ -38,6 +34,11 @@ async def link_of(gateway: Gateway, name: str = "bob") -> str:
     path, mark, token = made.body["path"].partition("#")
     assert (path, mark) == ("sign-in", "#")
     return str(token)
+
+
+def carrying(cookie: str) -> dict[str, str]:
+    """Headers with it."""
+    return {"Cookie": f"{COOKIE}={cookie}"}
 
 
 def cookie_of(reply: Reply) -> tuple[str, Any]:
@@ -53,11 +54,8 @@ async def signed_in(gateway: Gateway, name: str = "bob") -> str:
 
 
 async def status(gateway: Gateway, cookie: str, path: str = "/api/sessions", **headers: str) -> int:
-    sent = {"Cookie": f"{COOKIE}={cookie}"} | {
-        name.replace("_", "-"): value for name, value in headers.items()
-    }
-    async with aiohttp.ClientSession(gateway.server.url) as http, http.get(path, headers=sent) as reply:
-        return reply.status
+    sent = {name.replace("_", "-"): value for name, value in headers.items()}
+    return (await gateway.call("GET", path, headers=sent | carrying(cookie))).status
 
 
 async def test_a_link_signs_one_browser_in_once(gateway: Gateway, tmp_path: Path) -> None:
@@ -86,12 +84,10 @@ async def test_a_link_signs_one_browser_in_once(gateway: Gateway, tmp_path: Path
     assert token.encode() not in kept and cookie.encode() not in kept
 
 
-async def test_a_cookie_is_of_this_servers_own_pages(
-    gateway: Gateway, gateways: Gateways, tmp_path: Path
-) -> None:
+async def test_a_cookie_is_of_this_servers_own_pages(gateways: Gateways, team: Path) -> None:
     """A key goes before it. A page at another origin may not use it, though the operator let the origin use keys."""
     allowed = "http://other.test"
-    gateway = await gateways(api_key_file=tmp_path / "keys", cors_origins=(allowed,))
+    gateway = await gateways(api_key_file=team, cors_origins=(allowed,))
     cookie = await signed_in(gateway)
     assert await status(gateway, cookie, Authorization="Bearer wrong-key-of-sixteen") == 401
     own = gateway.server.url
@@ -106,25 +102,21 @@ async def test_a_cookie_is_of_this_servers_own_pages(
 @pytest.mark.parametrize("how", ["sign out", "end", "disable", "erase"])
 async def test_what_is_open_ends_with_the_sign_in(gateway: Gateway, how: str) -> None:
     cookie, other = await signed_in(gateway), await signed_in(gateway)
-    headers = {"Cookie": f"{COOKIE}={cookie}"}
-    async with (
-        aiohttp.ClientSession(gateway.server.url, headers=headers) as http,
-        http.ws_connect("/ws") as socket,
-    ):
-        await socket.send_json({"type": "hello"})
-        ready = await socket.receive_json()
-        assert ready["user"] == {"owner": BOB, "name": "bob", "role": "member", "can_sign_out": True}
+    async with gateway.socket(headers=carrying(cookie)) as socket:
+        await socket.send(type="hello")
+        user = {"owner": BOB, "name": "bob", "role": "member", "can_sign_out": True}
+        assert (await socket.next())["user"] == user
         if how == "sign out":
-            async with http.post("/v1/sign-out") as reply:
-                assert reply.status == 204 and 'overture_session=""' in reply.headers["Set-Cookie"]
+            reply = await gateway.call("POST", "/v1/sign-out", headers=carrying(cookie))
+            assert reply.status == 204 and 'overture_session=""' in reply.headers["Set-Cookie"]
         elif how == "end":
             assert (await gateway.call("DELETE", f"{ADMIN}/bob/sign-ins", key=KEY)).status == 204
         elif how == "disable":
             await gateway.call("PATCH", f"{ADMIN}/bob", {"state": "disabled"}, key=KEY)
         else:
             assert (await gateway.call("DELETE", f"{ADMIN}/bob", key=KEY)).status == 200
-        assert (await socket.receive_json())["code"] == "unauthorized"
-        assert (await socket.receive()).type is aiohttp.WSMsgType.CLOSE
+        assert (await socket.next())["code"] == "unauthorized"
+        assert await socket.closed() == 4401
     assert await status(gateway, cookie) == 401
     assert await status(gateway, other) == (200 if how == "sign out" else 401)
     works = (await gateway.call("GET", "/api/sessions", key=OTHER)).status == 200
@@ -138,39 +130,35 @@ async def test_who_signs_out_is_signed_out_also_where_that_cannot_be_written(
     cookie = await signed_in(gateway)
     services = gateway.server.services
     ledger = services.usage.ledger
-    headers = {"Cookie": f"{COOKIE}={cookie}"}
-    async with (
-        aiohttp.ClientSession(gateway.server.url, headers=headers) as http,
-        http.ws_connect("/ws") as socket,
-    ):
-        await socket.send_json({"type": "hello"})
-        assert (await socket.receive_json())["type"] == "ready"
+    async with gateway.socket(headers=carrying(cookie), hello={}) as socket:
         ledger._conn.execute("PRAGMA query_only = ON")
         everywhere = await gateway.call("DELETE", f"{ADMIN}/bob/sign-ins", key=KEY)
         assert everywhere.status == 503 and await status(gateway, cookie) == 200, "may be asked again"
-        async with http.post("/v1/sign-out") as reply:
-            assert reply.status == 204 and 'overture_session=""' in reply.headers["Set-Cookie"]
-        assert (await socket.receive_json())["code"] == "unauthorized"
+        reply = await gateway.call("POST", "/v1/sign-out", headers=carrying(cookie))
+        assert reply.status == 204 and 'overture_session=""' in reply.headers["Set-Cookie"]
+        assert (await socket.next())["code"] == "unauthorized"
     assert await status(gateway, cookie) == 401
     ledger._conn.execute("PRAGMA query_only = OFF")
     await services.sign_ins.purge()
     assert ledger.browsers(0.0) == []
 
 
+@pytest.mark.virtual_time
 async def test_a_socket_ends_when_its_sign_in_has_lasted_its_time(gateway: Gateway) -> None:
     """Its turn goes on as for any page that has lost its connection, and other sign-ins and keys stay."""
     gateway.node.script = None
     old = await signed_in(gateway)
     gateway.clock_ahead_s = 10.0
     opened = (
-        gateway.socket(cookie=old, hello={}),
-        gateway.socket(cookie=await signed_in(gateway), hello={}),
+        gateway.socket(headers=carrying(old), hello={}),
+        gateway.socket(headers=carrying(await signed_in(gateway)), hello={}),
         gateway.socket(key=OTHER, hello={}),
     )
     async with opened[0] as ended, opened[1] as other, opened[2] as by_key:
         await ended.ask("a")
         answer = await gateway.node.asked(0)
         gateway.clock_ahead_s = SESSION_LASTS_S + 5.0
+        await passes(1.0)
         assert (await ended.next())["code"] == "unauthorized"
         assert await ended.closed() == 4401
         for socket in (other, by_key):
@@ -182,12 +170,14 @@ async def test_a_socket_ends_when_its_sign_in_has_lasted_its_time(gateway: Gatew
     assert not answer.is_cancelled
 
 
+@pytest.mark.virtual_time
 async def test_a_socket_ends_when_newer_sign_ins_take_the_place_of_its_own(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.people.sign_ins.MAX_SESSIONS", 1)
-    async with gateway.socket(cookie=await signed_in(gateway), hello={}) as oldest:
+    async with gateway.socket(headers=carrying(await signed_in(gateway)), hello={}) as oldest:
         await signed_in(gateway)
+        await passes(1.0)
         assert (await oldest.next())["code"] == "unauthorized"
         assert await oldest.closed() == 4401
 

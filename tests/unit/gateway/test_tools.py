@@ -47,8 +47,8 @@ def weather(city: str = "Rome", call_id: str = "c1") -> CalledTool:
 class Follow:
     """What one socket was told of a turn."""
 
-    def __init__(self, socket: Socket, name: str) -> None:
-        self.socket, self.name = socket, name
+    def __init__(self, gateway: Gateway, socket: Socket, session_id: str, name: str = "a") -> None:
+        self.gateway, self.socket, self.session_id, self.name = gateway, socket, session_id, name
         self.text, self.end = "", None
         self.calls: dict[str, Frame] = {}
         self.states: list[str] = []
@@ -69,28 +69,34 @@ class Follow:
         assert state == "over"
         return self.end
 
+    async def turn(self) -> Any:
+        """What is stored of the last turn of its session."""
+        return (await self.gateway.store.get_session("local", self.session_id)).turns[-1]
+
+    async def ends(self, number: int, text: str) -> Frame:
+        """The last frame, once the answer of this number has said its text."""
+        (await self.gateway.node.asked(number)).finish(text)
+        return await self.until("over")
+
     async def allow(self, call: Frame, answer: str) -> None:
         await self.socket.send(type="allow", id=self.name, call=call["id"], answer=answer)
 
 
 @contextlib.asynccontextmanager
 async def asked(
-    gateway: Gateway, session_id: str, name: str = "a", number: int = 0
+    gateway: Gateway, session_id: str = "", name: str = "a", number: int = 0
 ) -> AsyncIterator[tuple[Follow, Any]]:
+    """A turn of this session, or of a new one with the tools of files; and the answer of this number, its first."""
+    session_id = session_id or await session_with(gateway, "files")
     async with gateway.socket(hello={}) as socket:
         assert (await socket.ask(name, "What is the weather?", session_id=session_id))["type"] == "accepted"
-        yield Follow(socket, name), await gateway.node.asked(number)
-
-
-async def turn_of(gateway: Gateway, session_id: str, number: int = -1) -> Any:
-    return (await gateway.store.get_session("local", session_id)).turns[number]
+        yield Follow(gateway, socket, session_id, name), await gateway.node.asked(number)
 
 
 async def test_a_tool_is_called_once_allowed_and_its_result_goes_into_the_next_round(
     tooled: Gateway, host: ToolHost
 ) -> None:
-    session_id = await session_with(tooled, "files")
-    async with asked(tooled, session_id) as (follow, first):
+    async with asked(tooled) as (follow, first):
         offered = {tool.name: tool for tool in first.request.tools}
         assert offered[WEATHER].parameters["required"] == ["city"] and first.request.turn == "begins"
         first.say("Let me look.")
@@ -113,9 +119,9 @@ async def test_a_tool_is_called_once_allowed_and_its_result_goes_into_the_next_r
         second.finish("It is sunny.")
         assert (await follow.until("over"))["type"] == "done"
         assert follow.text == "Let me look.\n\nIt is sunny."
-    turn = await turn_of(tooled, session_id)
+    turn = await follow.turn()
     assert [(each.state, each.at, each.round) for each in turn.calls] == [("done", 12, 0)]
-    later = await tooled.ask("b", session_id=session_id, owner="local")
+    later = await tooled.ask("b", session_id=follow.session_id, owner="local")
     third = await tooled.node.asked(2)
     assert [m.role for m in third.request.messages] == ["user", "assistant", "tool", "assistant", "user"]
     assert third.request.messages[3].content == "It is sunny.", "as the model wrote it"
@@ -128,18 +134,15 @@ async def test_while_a_tool_runs_the_conversation_with_its_answer_so_far_is_anno
     tooled: Gateway, host: ToolHost
 ) -> None:
     """What became of that is not what the typing before the turn was worth."""
-    session_id = await session_with(tooled, "files")
-    async with asked(tooled, session_id) as (follow, first):
+    async with asked(tooled) as (follow, first):
         first.say("Hm.")
         first.call(CalledTool("c1", "files__wait", '{"text": "x"}'))
         call = await follow.until("asking")
         assert tooled.node.advisories == [], "a person takes as long as a person takes"
         await follow.allow(call, "once")
         told = await tooled.node.told()
-        assert (told.advisory.session_id, told.advisory.token_ids) == (
-            session_id,
-            pack_token_ids([7, 8, 9, 1]),
-        )
+        assert told.advisory.session_id == follow.session_id
+        assert told.advisory.token_ids == pack_token_ids([7, 8, 9, 1])
         assert told.advisory.expected_arrival_s is not None and told.advisory.lifetime_s <= 30
         host.going.set()
         second = await tooled.node.asked(1)
@@ -152,23 +155,20 @@ async def test_while_a_tool_runs_the_conversation_with_its_answer_so_far_is_anno
 async def test_always_holds_for_the_conversation_and_once_for_one_call(
     tooled: Gateway, host: ToolHost
 ) -> None:
-    session_id = await session_with(tooled, "files")
-    async with asked(tooled, session_id) as (follow, first):
+    async with asked(tooled) as (follow, first):
         first.call(weather("Rome", "c1"), weather("Oslo", "c1"))
         await follow.allow(await follow.until("asking"), "once")
         second = await follow.until("asking")
         assert second["id"] == "c1_2", "calls have ids of their own, whatever the model gives them"
         await follow.allow(second, "always")
         (await tooled.node.asked(1)).call(weather("Bonn", "c2"))
-        (await tooled.node.asked(2)).finish("Done.")
-        await follow.until("over")
+        await follow.ends(2, "Done.")
     assert follow.states.count("asking") == 2 and [city for _, city in host.calls] == ["Rome", "Oslo", "Bonn"]
-    settings = (await tooled.store.get_session("local", session_id)).settings
+    settings = (await tooled.store.get_session("local", follow.session_id)).settings
     assert [key.split("#")[0] for key in settings.allowed_tools or ()] == ["files/get_weather"]
-    async with asked(tooled, session_id, "b", 3) as (follow, answer):
+    async with asked(tooled, follow.session_id, "b", 3) as (follow, answer):
         answer.call(weather("Lima", "c3"))
-        (await tooled.node.asked(4)).finish("Done.")
-        await follow.until("over")
+        await follow.ends(4, "Done.")
         assert "running" in follow.states and host.calls[-1] == ("get_weather", "Lima")
 
 
@@ -177,8 +177,7 @@ async def test_always_holds_for_the_conversation_and_once_for_one_call(
 async def test_what_is_not_allowed_is_not_called_and_the_model_is_told(
     tooled: Gateway, host: ToolHost, how: str
 ) -> None:
-    session_id = await session_with(tooled, "files")
-    async with asked(tooled, session_id) as (follow, first):
+    async with asked(tooled) as (follow, first):
         first.call(weather())
         call = await follow.until("asking")
         if how == "never":
@@ -194,16 +193,15 @@ async def test_what_is_not_allowed_is_not_called_and_the_model_is_told(
 
 
 async def test_another_page_sees_the_question_and_may_answer_it(tooled: Gateway) -> None:
-    session_id = await session_with(tooled, "files")
-    async with asked(tooled, session_id) as (follow, first):
+    async with asked(tooled) as (follow, first):
         first.say("Hm. ")
         first.call(weather())
         await follow.until("asking")
         async with tooled.socket() as raw:
-            await raw.send(type="hello", session_id=session_id, resume=[{"id": "a", "seq": 0}])
+            await raw.send(type="hello", session_id=follow.session_id, resume=[{"id": "a", "seq": 0}])
             assert (await raw.next())["type"] == "ready"
             assert (await raw.next())["type"] == "accepted"
-            other = Follow(raw, "a")
+            other = Follow(tooled, raw, follow.session_id)
             call = await other.until("asking")
             await other.allow(call, "once")
             await other.allow(call, "never")  # too late: it stays as it is
@@ -217,8 +215,7 @@ async def test_another_page_sees_the_question_and_may_answer_it(tooled: Gateway)
 async def test_stop_ends_an_answer_that_waits_for_a_person_or_a_tool(
     tooled: Gateway, host: ToolHost, when: str
 ) -> None:
-    session_id = await session_with(tooled, "files")
-    async with asked(tooled, session_id) as (follow, first):
+    async with asked(tooled) as (follow, first):
         first.say("Wait.")
         first.call(CalledTool("c1", "files__wait", '{"text": "x"}'), weather("Rome", "c2"))
         call = await follow.until("asking")
@@ -228,7 +225,7 @@ async def test_stop_ends_an_answer_that_waits_for_a_person_or_a_tool(
         await follow.socket.send(type="stop", id="a")
         end = await follow.until("over")
         assert (end["type"], end["finish_reason"]) == ("done", "stopped")
-    turn = await turn_of(tooled, session_id)
+    turn = await follow.turn()
     assert (turn.status, turn.answer, [call.state for call in turn.calls]) == (
         "stopped",
         "Wait.",
@@ -242,7 +239,6 @@ async def test_whatever_a_tool_does_its_call_ends_and_the_answer_goes_on(
     tooled: Gateway, host: ToolHost
 ) -> None:
     """Errors, results that are too long, arguments that are none, tools that there are not: each is a sentence and an error result."""
-    session_id = await session_with(tooled, "files")
     cases = {
         "files__fail": '{"text": "x"}',
         "files__huge": '{"text": "x"}',
@@ -250,7 +246,7 @@ async def test_whatever_a_tool_does_its_call_ends_and_the_answer_goes_on(
         WEATHER: "[1]",
         "nobody__knows": "{}",
     }
-    async with asked(tooled, session_id) as (follow, first):
+    async with asked(tooled) as (follow, first):
         first.call(*(CalledTool(f"c{number}", *case) for number, case in enumerate(cases.items())))
         for _ in range(3):
             await follow.allow(await follow.until("asking"), "once")
@@ -295,9 +291,9 @@ async def test_a_server_that_cannot_be_asked_is_named_to_the_person_and_the_answ
             answer = await gateway.node.asked()
             assert answer.request.tools == ()
             answer.finish("Hello.")
-            follow = Follow(socket, "a")
+            follow = Follow(gateway, socket, session_id)
             assert (await follow.until("over"))["type"] == "done"
-        (notice,) = (await turn_of(gateway, session_id)).calls
+        (notice,) = (await follow.turn()).calls
         assert (notice.state, notice.server) == ("missing", "files") and notice.result.startswith("files ")
         assert "10.0.0.1" not in notice.result and "127.0.0.1" not in notice.result
         later = await gateway.ask("b", session_id=session_id, owner="local")
@@ -314,13 +310,11 @@ async def test_a_server_that_goes_away_between_two_turns_ends_calls_with_a_sente
     with host.open() as url:
         gateway = await gateways(mcp_servers=(f"files={url}",))
         await gateway.turns.toolbox.listing("files")
-    session_id = await session_with(gateway, "files")
-    async with asked(gateway, session_id) as (follow, first):
+    async with asked(gateway) as (follow, first):
         first.call(weather())
         await follow.allow(await follow.until("asking"), "once")
         assert (await follow.until("failed"))["result"] == "files cannot be reached."
-        (await gateway.node.asked(1)).finish("Then not.")
-        await follow.until("over")
+        await follow.ends(1, "Then not.")
 
 
 async def test_a_turn_waits_for_no_list_where_it_knows_an_older_one(gateways: Gateways) -> None:
@@ -363,16 +357,14 @@ async def test_a_reply_that_would_take_long_to_decode_is_not_read(
 async def test_a_slow_tool_is_given_up(gateways: Gateways, host: ToolHost) -> None:
     host.going.clear()
     gateway = await gateways(mcp_servers=(f"files={host.url}",), mcp_timeout_s=30.0)
-    session_id = await session_with(gateway, "files")
     host.calls.clear()
-    async with asked(gateway, session_id) as (follow, first):
+    async with asked(gateway) as (follow, first):
         first.call(CalledTool("c1", "files__wait", '{"text": "x"}'))
         await follow.allow(await follow.until("asking"), "once")
         await until(lambda: host.calls == [("wait", "x")])
         await passes(30.0)
         assert "30 seconds" in (await follow.until("failed"))["result"]
-        (await gateway.node.asked(1)).finish("Then not.")
-        await follow.until("over")
+        await follow.ends(1, "Then not.")
     host.going.set()
 
 
@@ -415,33 +407,30 @@ async def test_tools_are_off_unless_the_conversation_has_them_and_the_model_can_
 async def test_a_turn_that_failed_keeps_its_calls_and_begins_anew_when_asked_again(
     tooled: Gateway, host: ToolHost
 ) -> None:
-    session_id = await session_with(tooled, "files")
-    async with asked(tooled, session_id) as (follow, first):
+    async with asked(tooled) as (follow, first):
         first.call(weather())
         await follow.allow(await follow.until("asking"), "once")
         (await tooled.node.asked(1)).fail(RuntimeError("the engine is gone"))
         assert (await follow.until("over"))["code"] == "internal"
-    turn = await turn_of(tooled, session_id)
+    turn = await follow.turn()
     assert (turn.status, turn.calls[0].result) == ("failed", "sunny, 24 degrees in Rome")
-    again = await tooled.ask("a", "What is the weather?", session_id=session_id, owner="local")
+    again = await tooled.ask("a", "What is the weather?", session_id=follow.session_id, owner="local")
     answer = await tooled.node.asked(2)
     assert [m.role for m in answer.request.messages] == ["user"]
     answer.finish("Hello.")
     await tooled.follow(again).over()
-    assert (await turn_of(tooled, session_id)).calls == []
+    assert (await follow.turn()).calls == []
 
 
 async def test_exports_have_calls_and_imports_take_them_but_switch_nothing_on(tooled: Gateway) -> None:
-    session_id = await session_with(tooled, "files")
-    async with asked(tooled, session_id) as (follow, first):
+    async with asked(tooled) as (follow, first):
         first.call(CalledTool("c1", "files__evil", '{"text": "x"}'))
         await follow.allow(await follow.until("asking"), "always")
-        (await tooled.node.asked(1)).finish("Well.")
-        await follow.until("over")
-    archive = (await tooled.call("GET", f"/api/sessions/{session_id}/export")).body
+        await follow.ends(1, "Well.")
+    archive = (await tooled.call("GET", f"/api/sessions/{follow.session_id}/export")).body
     assert archive["turns"][0]["calls"][0]["result"] == EVIL
     made = await tooled.call("POST", "/api/sessions/import", archive)
     assert made.status == 201 and made.body["turns"][0]["calls"] == archive["turns"][0]["calls"]
     assert (made.body["settings"]["tools"], made.body["settings"]["allowed_tools"]) == (None, None)
-    text = (await tooled.call("GET", f"/api/sessions/{session_id}/export?format=markdown")).body
+    text = (await tooled.call("GET", f"/api/sessions/{follow.session_id}/export?format=markdown")).body
     assert "<summary>files: evil (done)</summary>" in text and f"```\n{EVIL}\n```" in text

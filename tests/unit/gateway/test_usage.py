@@ -16,8 +16,8 @@ from gateway.people.ledger import Day, Ledger, Spent
 from gateway.people.usage import DAY_S, Usage, num_chars_of, spent_on
 
 from .front import Gateway, Gateways
-from .parts import Clock
-from .test_access import KEY, OTHER, Counted, old_line
+from .parts import KEY, OTHER, Clock
+from .test_access import Counted, old_line
 
 NOON = dt.datetime(2026, 11, 29, 12, tzinfo=dt.UTC).timestamp()
 
