@@ -43,6 +43,7 @@ class Family(Struct, frozen=True):
         )
 
 
+_GRANITE = ("granite", "granite_swa", "granitemoe", "granitemoehybrid", "granitemoeshared", "granitemoe_swa")
 _LING = ("bailing_hybrid", "bailing_moe_v3_vl")
 # The first that fits counts. Marks are what each family's own template writes. Source: vLLM 0.32's parsers, and the published templates.
 TOOL_FAMILIES = (
@@ -80,16 +81,16 @@ TOOL_FAMILIES = (
     Family("apertus", ("apertus",), ("<|tools_prefix|>",)),
     Family("muse_glimmer", ("muse_glimmer", "muse_glimmer_text")),
     Family("inkling", ("inkling_model", "inkling_mm_model")),
-    Family("mimo", ("mimo", "mimo_v2_flash"), ("<tool_call>",)),
-    Family("granite4", ("granitemoehybrid",), ("<tool_call>",)),
+    Family("mimo", ("mimo", "mimo_v2", "mimo_v2_flash"), ("<tool_call>",)),
     Family("granite", marks=("<|tool_call|>",)),
     Family("internlm", marks=("<|action_start|>",)),
     Family("lfm2", marks=("<|tool_call_start|>",)),
     Family("functiongemma", marks=("<start_function_call>",)),
-    Family("phi4_mini_json", ("phi3", "phi4_multimodal"), ("<|tool|>",)),
+    Family("phi4_mini_json", ("phi3", "phi4mm", "phi4_multimodal"), ("<|tool|>",)),
     Family("olmo3", ("olmo3",), ("<function_calls>",)),
     Family("mistral", marks=("[TOOL_CALLS]",)),
     Family("qwen3_coder", marks=("<function=", "<parameter=")),
+    Family("granite4", ("granitemoehybrid",), ("<tool_call>",)),
     # The demo model's template: it is so small that it misspells the names of tools. Only it writes a call on one line.
     Family("hermes", marks=('<tool_call>{"name": "',), holds_calls=True),
     Family("hermes", marks=("<tool_call>",)),
@@ -123,10 +124,11 @@ REASONING_FAMILIES = (
     Family("ernie45", ("ernie4_5", "ernie4_5_moe", "ernie4_5_vl_moe"), ("<think>",)),
     Family("muse_glimmer", ("muse_glimmer", "muse_glimmer_text")),
     Family("inkling", ("inkling_model", "inkling_mm_model")),
-    Family("mimo", ("mimo", "mimo_v2_flash"), ("<think>",)),
-    Family("nemotron_v3", ("nemotron_h",), ("<think>",)),
+    Family("mimo", ("mimo", "mimo_v2", "mimo_v2_flash"), ("<think>",)),
+    Family("nemotron_v3", ("nemotron_h", "nemotron_h_puzzle"), ("<think>",)),
     Family("olmo3", ("olmo3",), ("<think>",)),
-    Family("granite", ("granite", "granitemoe", "granitemoehybrid"), ("Here is my thought process",)),
+    Family("granite", _GRANITE, ("Here is my thought process",)),
+    Family("granite_thinking_parser", _GRANITE, ("<think>",)),
     Family("mistral", marks=("[THINK]",)),
     # These think unless the request says `enable_thinking: false`; the template then closes an empty block.
     Family("qwen3", marks=("<think>", "enable_thinking")),

@@ -315,6 +315,8 @@ async def test_pictures_are_told_apart_in_every_tier(tmp_path: Path, caplog: Log
     async with engine(model, tiers_in(tmp_path / "kv"), max_images=0) as node:
         reply = await node.serve("chat", about(first), {}, EngineRequest(tenant="t"))
         assert isinstance(reply, JsonReply) and b"reads no pictures" in reply.body
+        facts = await node.run_on_engine(lambda driver: driver.engine.vllm_config.model_config)
+        assert not facts.multimodal_config.enable_mm_embeds, "it is a model of text alone"
     async with engine(model, tiers_in(tmp_path / "kv")) as node:
         reports: list[AdvisoryReport] = []
         told = Advisory(advisory_id="a", tenant="t", session_id="second", token_ids=known["second"])

@@ -1,4 +1,7 @@
-"""What vLLM's renderer does otherwise where it and the engine are one process. Source: vLLM 0.32, `renderers/hf.py`, `renderers/base.py`."""
+"""What vLLM's renderer does otherwise where it and the engine are one process.
+
+Source: vLLM 0.32, `renderers/hf.py`, `renderers/base.py` and `config/vllm.py`.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,17 @@ def add_no_token() -> None:
     from engine_bridge.driver.vllm_api import hf
 
     hf._ensure_prompt_embeds_placeholder_token = lambda tokenizer: NO_TOKEN
+
+
+def take_no_embeddings() -> None:
+    """Have engines with a connector take pictures, or none, as those without one do.
+
+    vLLM believes that others have computed the pictures of an engine with a connector, and gets every model ready for what they send, also one that
+    may get no pictures: it is no model of text alone then, and Mistral's own format of pictures (Pixtral) goes over the limit of none at the start.
+    """
+    from engine_bridge.driver.vllm_api import VllmConfig
+
+    VllmConfig._resolve_mm_embedding_inputs = lambda config: None
 
 
 def send_pictures_whole(engine: Any) -> None:

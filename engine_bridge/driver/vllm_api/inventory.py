@@ -1,7 +1,4 @@
-"""Every name of vLLM's that this project uses, as data. Nothing here imports vllm: `vllm_api.check` finds the names that have moved.
-
-`uses.py` says how the lines are read. Source: vLLM 0.32.
-"""
+"""Every name of vLLM's that this project uses, as data: `uses.py` says how it is read, `check.py` finds what has moved. Source: vLLM 0.32."""
 
 from engine_bridge.driver.vllm_api.inventory_beside import BENCH_SIDE, EMBEDDING_SIDE
 from engine_bridge.driver.vllm_api.uses import owners
@@ -106,6 +103,8 @@ vllm.lora.request:LoRARequest ENGINE
 vllm.config:VllmConfig ENGINE at vllm_config
     read cache_config device_config kv_transfer_config model_config reasoning_config scheduler_config structured_outputs_config
     KV_TIERS: read speculative_config
+    KV_TIERS: replace _resolve_mm_embedding_inputs()
+    KV_TIERS: look up in __post_init__: _resolve_mm_embedding_inputs
     RANKS: write logging_config
 vllm.config:SpeculativeConfig KV_TIERS
     read draft_model_config

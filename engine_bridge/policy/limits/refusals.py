@@ -17,6 +17,10 @@ GENERATING = "Serve a model that generates text. One that makes embeddings or sc
 DIVIDING_PARTS = "Choose a --tensor-parallel-size that divides it"
 OTHER_SETTING = "Change the setting, or take it away"
 TRUSTED_CODE = "If you trust it: --trust-remote-code"
+MISSING_PACKAGE = (
+    "Install it into the server's Python environment (opencv is the package opencv-python-headless). Where it only reads pictures, the model serves "
+    "text without it: --max-images 0"
+)
 MENDED_DEFAULTS = "Mend this value in the model's folder, or take it out of the file"
 OTHER_MODEL = "Serve another model, or try a newer release of vLLM"
 
@@ -28,6 +32,11 @@ _ERRORS = (
         r"(?:contains custom code which must be executed|\btrust_remote_code=True)",
         "the model brings code of its own, which is not run unless it is trusted",
         TRUSTED_CODE,
+    ),
+    (
+        r"(?:ImportError|ModuleNotFoundError):\s*((?!cannot import name)[^\n]+)",
+        "code that this model needs lacks a package: {0}",
+        MISSING_PACKAGE,
     ),
     (
         r"'_OpNamespace' '\w+' object has no attribute '(\w+)'",
@@ -80,7 +89,7 @@ _ERRORS = (
         ANOTHER_DEVICE,
     ),
     (
-        r"NotImplementedError: (.* requires the V2 model runner)",
+        r"NotImplementedError: (.*(?: requires the V2 model runner| not (?:supported|implemented) on CPU))",
         "vLLM does not compute this model on this device: {0}",
         ANOTHER_DEVICE,
     ),

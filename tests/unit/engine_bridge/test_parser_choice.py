@@ -26,6 +26,9 @@ TOOL_PARSERS = [
     ("gigachat3_5", "tools <|role_sep|> {{ messages[0]['role'] == 'function call' }}", ""),
     ("gpt_oss", "no word of them", "openai"),
     ("granitemoehybrid", "tools <tool_call>", "granite4"),
+    ("granitemoehybrid", "tools <tool_call><function=x><parameter=y>", "qwen3_coder"),
+    ("mimo_v2", "tools <tool_call><function=x><parameter=y>", "mimo"),
+    ("phi4mm", "{% if message['tools'] %}<|tool|>", "phi4_mini_json"),
 ]
 REASONING_PARSERS = [
     ("qwen3", HERMES + "<think>{{ enable_thinking }}", "qwen3"),
@@ -36,6 +39,10 @@ REASONING_PARSERS = [
     ("bailing_hybrid", "<think> <arg_key>", "ling3"),
     ("bailing_hybrid", "<think>", "deepseek_r1"),
     ("minicpmv4_6", "<think>{{ enable_thinking }}", "minicpmv"),
+    ("granite", "Here is my thought process <think>", "granite"),
+    ("granite", "<think>{{ enable_thinking }}", "granite_thinking_parser"),
+    ("mimo_v2", "<think>{{ enable_thinking }}", "mimo"),
+    ("nemotron_h_puzzle", "<think>{{ enable_thinking }}", "nemotron_v3"),
     ("qwen2", HERMES, ""),
 ]
 

@@ -99,6 +99,26 @@ def test_a_model_that_cannot_be_served_is_refused_with_what_to_do(
             "--device",
             False,
         ),
+        (
+            "NotImplementedError: Odd Attention is not supported on CPU.",
+            "Odd Attention is not",
+            "--device",
+            False,
+        ),
+        ("NotImplementedError: Odd (MTP) is not implemented on CPU.", "Odd (MTP) is not", "--device", False),
+        (
+            "ImportError: `odd` is not installed. Please install it with `pip install even[odd]`",
+            "lacks a package: `odd` is not installed",
+            "opencv-python-headless",
+            True,
+        ),
+        (
+            "ImportError: \nOddModel requires the odd library but it was not found in your environment. You can",
+            "lacks a package: OddModel requires the odd library",
+            "--max-images 0",
+            True,
+        ),
+        ("ModuleNotFoundError: No module named 'odd'", "No module named 'odd'", "Install it", True),
         ("module 'triton' has no attribute 'set_allocator'", "triton.set_allocator", "--device", False),
         (
             "Layer 0 does not dispatch through the Transformers attention interface and vLLM has no other way",
