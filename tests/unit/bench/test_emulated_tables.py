@@ -176,15 +176,15 @@ def test_sessions_are_as_published() -> None:
 
 def test_where_memory_is_scarce_who_is_announced_finds_kv_that_others_wait_for() -> None:
     setting = scarce.Setting(device=replace(scarce.TWO_CORES, step_s=0.05))
-    none, advised, timed = (scarce.serve(scarce.Point(arm, 40, setting, seed=1)) for arm in scarce.ARMS)
-    assert min(none["num_counted"], advised["num_counted"]) >= 30
+    none, advised, timed = (scarce.serve(scarce.Point(arm, 24, setting, seed=1)) for arm in scarce.ARMS)
+    assert min(none["num_counted"], advised["num_counted"]) >= 18
     assert timed["mean_s"] <= advised["mean_s"] < 0.7 * none["mean_s"]
 
 
 def test_what_nobody_asks_for_is_announced_no_less_and_counted_nowhere() -> None:
     setting = scarce.Setting(device=replace(scarce.TWO_CORES, step_s=0.05), given_up_share=0.6)
-    advised = scarce.serve(scarce.Point("advised", 24, setting, seed=1))
-    assert advised["num_counted"] >= 18 and advised["disk_bytes"] > 0
+    advised = scarce.serve(scarce.Point("advised", 12, setting, seed=1))
+    assert advised["num_counted"] >= 9 and advised["disk_bytes"] > 0
 
 
 # -- urgent ------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import pytest
 
 from bench.live.gpu import __main__ as bench
 from bench.live.gpu.kit import NEXT_STEPS, pack
-from bench.live.gpu.parts import DRY, GPU, Found, told
+from bench.live.gpu.parts import Found, told
 from bench.live.peers.play import Answer
 
 
@@ -83,11 +83,6 @@ def test_a_plays_figures() -> None:
         Answer(ttft_s=0.2, token_ids=[1], token_s=[0.2]),
     ]
     assert told(answers) == {"tpot_ms": 150.0, "itl_p99_ms": 200.0, "ttft_ms": 200.0, "tokens_per_s": 12.0}
-
-
-def test_the_dry_run_plays_the_same_in_small() -> None:
-    assert DRY.is_dry and not GPU.is_dry
-    assert max(DRY.prompts) < min(GPU.prompts) and max(DRY.streams) < max(GPU.streams)
 
 
 def test_a_kit_is_cut_into_parts(tmp_path: Path) -> None:

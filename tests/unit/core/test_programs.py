@@ -13,7 +13,6 @@ from engine_bridge.core.scheduling.programs import (
     ANNOUNCED_AT_MOST_S,
     BUSY_SHARE,
     DEVICE_SHARE,
-    HELD_SHARE,
     LEAK_S,
     MAX_TURNS,
     UNANNOUNCED_S,
@@ -114,12 +113,6 @@ def test_turns_of_programs_inside_are_let_in_always_and_know_when_it_began() -> 
     )
 
 
-def test_with_little_host_memory_fewer_programs_are_let_in() -> None:
-    programs = Programs(NUM_TOKENS, 100)
-    assert (NUM_TOKENS + 100) * HELD_SHARE < 800
-    assert begin(programs, "a") and not begin(programs, "b")
-
-
 @pytest.mark.parametrize("fields", [{"priority": -1}, {"is_background": True}])
 def test_urgent_and_background_requests_wait_for_no_program(
     full: Programs, fields: dict[str, object]
@@ -178,17 +171,6 @@ def test_programs_that_are_over_are_forgotten_and_other_orders_bound_none() -> N
     assert free.came(turn("a"), 0.0) == turn("a") and free.may_start("a0", 0.0) and not len(free)
 
 
-def test_nothing_is_kept_of_tenants_that_have_left() -> None:
-    programs = Programs(NUM_TOKENS, 10 * ROOM)
-    for number in range(100):
-        tenant, now = f"t{number}", 20.0 * number
-        assert begin(programs, "a", now, tenant=tenant)
-        programs.ended("a0", 400, now + 0.1)
-    assert begin(programs, "b", 3000.0, tenant="eve", num_tokens=900)
-    # Each known tenant has its share: those that have left would leave the last one next to nothing of the room.
-    assert begin(programs, "c", 3000.0, tenant="last")
-
-
 def test_an_endless_program_waits_with_the_new_ones_in_the_end(full: Programs) -> None:
     for number in range(1, MAX_TURNS):
         full.ended(f"a{number - 1}", 400, number)
@@ -198,12 +180,6 @@ def test_an_endless_program_waits_with_the_new_ones_in_the_end(full: Programs) -
     begin(full, "c", 100.0)
     full.came(turn("a", MAX_TURNS), 100.1)
     assert f"a{MAX_TURNS}" in full
-
-
-def test_a_request_that_leaves_while_it_waits_is_forgotten(full: Programs) -> None:
-    begin(full, "c")
-    full.ended("c0", 390, 1.0)
-    assert "c0" not in full and len(full) == 2
 
 
 def test_the_queue_starts_turns_of_the_earliest_program_first_while_others_can_bear_it() -> None:

@@ -251,15 +251,6 @@ def test_the_cheaper_way_back_is_chosen_when_preempted_and_gone_after(s_per_toke
     assert bench.tiers.chosen == bench.tiers.resumed == {way.value: 1}
 
 
-def test_where_a_policy_of_its_own_decides_no_way_is_chosen_before() -> None:
-    bench = Bench()
-    bench.shelf.put(keys_of("a", 5))
-    bench.enter("a")
-    assert bench.restores.preempted("a", 22) is None
-    assert bench.match("a", is_resumed=True) == 5 * BLOCK_TOKENS
-    assert not bench.tiers.chosen
-
-
 class Beside(Bench):
     """On a GPU, where another request runs. A block takes 10 ms to copy."""
 

@@ -47,14 +47,6 @@ def test_a_saved_block_is_nobody_s_until_it_has_been_copied_though_its_request_h
     assert pool.reset_prefix_cache()
 
 
-def test_a_request_keeps_its_blocks_when_they_have_been_copied(pool: BlockPool) -> None:
-    held = HeldBlocks(pool, lambda: None)
-    blocks = pool.get_new_blocks(2)
-    held.hold(ids(blocks))(False)
-    held.advance()
-    assert [block.ref_cnt for block in blocks] == [1, 1]
-
-
 def test_what_is_to_be_done_then_comes_before_the_blocks_are_free_and_knows_how_it_ended(
     pool: BlockPool,
 ) -> None:

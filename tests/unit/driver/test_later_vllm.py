@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from engine_bridge.core.adapters.adapter_worth import Worth
-from engine_bridge.core.adapters.residency import AdapterPlaces, Rules
 from engine_bridge.driver.apis.bodies import as_error_response
 from engine_bridge.driver.engine.engine import failure_of
 from engine_bridge.driver.scheduling.scheduling import PolicyQueue
@@ -30,20 +28,6 @@ def test_requests_that_a_step_takes_and_puts_back_are_not_told_as_started() -> N
     queue.begin_step(["a"])
     queue.pop_request()
     assert queue.end_step() == ["a"], "it may start in a later step"
-
-
-def test_an_adapter_of_a_running_request_takes_room_in_steps_without_it() -> None:
-    """vLLM counts the adapters of all running requests against `max_loras`, and a step with more of them fails."""
-    max_loras = 2
-    rules = Rules(
-        host_bytes=100, num_slots=max_loras, step_room=max_loras, cpu_assist=False, fills_from_copies=True
-    )
-    places = AdapterPlaces(rules, Worth("adaptive"))
-    for number in (1, 2, 3):
-        places.add(number, 10, room=1, is_pinned=False, now=0.0)
-    running = {1, 2}  # whichever of them the next step computes
-    assert places.needed_room(3, running) > (places.free_room(running) or 0)
-    assert places.needed_room(2, running) <= (places.free_room(running) or 0)
 
 
 @pytest.mark.parametrize(

@@ -79,10 +79,14 @@ def scheduler(block_tokens: int = 0) -> Any:
     )
 
 
-def with_drafts(engine: Any, *drafts: int) -> None:
-    """Have requests run with so many drafts each, made by speculative decoding of up to four tokens."""
+def bounds_with_drafts(drafts: Sequence[int], bounds: StepBounds, block_tokens: int = 0) -> tuple[int, int]:
+    """The most tokens of a step and of each long prompt in it, where requests run with so many drafts each, of up to four tokens."""
+    nothing: Any = None
+    engine = scheduler(block_tokens)
     engine.num_spec_tokens = max(drafts)
     engine.running = [SimpleNamespace(spec_token_ids=[7] * num) for num in drafts]
+    Pace(engine, nothing, nothing, 0.0).set_bounds(bounds)
+    return engine.max_num_scheduled_tokens, engine.scheduler_config.long_prefill_token_threshold
 
 
 def with_rank(rank: int) -> Any:
@@ -106,12 +110,8 @@ def test_a_prompt_that_is_computed_in_whole_blocks_gets_on_beside_requests_that_
     block_tokens: int, wished: int, bound: int
 ) -> None:
     """vLLM computes no part of a block that a step has room for, and three requests of two tokens each take that room in every step."""
-    nothing: Any = None
-    engine = scheduler(block_tokens)
-    with_drafts(engine, 1, 1, 1)
-    Pace(engine, nothing, nothing, 0.0).set_bounds(StepBounds(wished - 3, wished - 5))
-    assert engine.max_num_scheduled_tokens == bound
-    assert engine.scheduler_config.long_prefill_token_threshold == max(bound - 5, 2), "answers keep theirs"
+    found = bounds_with_drafts((1, 1, 1), StepBounds(wished - 3, wished - 5), block_tokens)
+    assert found == (bound, max(bound - 5, 2)), "answers keep theirs"
 
 
 @pytest.mark.parametrize(
@@ -119,33 +119,21 @@ def test_a_prompt_that_is_computed_in_whole_blocks_gets_on_beside_requests_that_
 )
 def test_drafts_take_nothing_from_prompts(drafts: Sequence[int], bound: int) -> None:
     """64 tokens of prompts, and one for each of three requests."""
-    nothing: Any = None
-    engine = scheduler()
-    with_drafts(engine, *drafts)
-    Pace(engine, nothing, nothing, 0.0).set_bounds(StepBounds(67, None))
-    assert engine.max_num_scheduled_tokens == bound
+    assert bounds_with_drafts(drafts, StepBounds(67, None))[0] == bound
 
 
 @pytest.mark.parametrize("num_long", [1, 3])
 def test_prompts_leave_drafts_their_room_where_the_step_is_full(num_long: int) -> None:
     """64 answers with four drafts each take 320 of 2,048 tokens. Behind prompts that took the rest, the last of them would stand still."""
-    nothing: Any = None
-    engine = scheduler()
-    with_drafts(engine, *(4,) * 64)
     share = (2048 - 64) // num_long
-    Pace(engine, nothing, nothing, 0.0).set_bounds(StepBounds(2048, share, num_long))
-    found = engine.scheduler_config.long_prefill_token_threshold
+    _, found = bounds_with_drafts((4,) * 64, StepBounds(2048, share, num_long))
     assert found == share - -(-256 // num_long)
     assert num_long * found + 64 * 5 <= 2048
 
 
 def test_no_part_of_a_prompt_is_so_short_that_an_answers_drafts_are_cut() -> None:
-    nothing: Any = None
-    engine = scheduler()
-    with_drafts(engine, 4, 0)
     for wished, chunk in ((2, 5), (64, 64)):
-        Pace(engine, nothing, nothing, 0.0).set_bounds(StepBounds(300, wished))
-        assert engine.scheduler_config.long_prefill_token_threshold == chunk
+        assert bounds_with_drafts((4, 0), StepBounds(300, wished))[1] == chunk
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -158,6 +157,7 @@ def test_a_slot_has_the_part_of_each_rank_and_comes_back_to_other_blocks(ranks: 
         assert answers is not None and answers.made.out == Copied()
         assert answers.made.back.num_bytes == 2 * NUM_LAYERS * ROW_BYTES
         assert rank.step(RankMoves()) is None
+    assert HostPool(64, 640).path == "", "what no rank shares has no file"
 
 
 def test_a_step_that_did_not_come_to_all_layers_fails(ranks: list[Rank]) -> None:
@@ -319,15 +319,6 @@ def test_ranks_get_equally_many_cores(num_cores: int, num_threads: int | None, e
     assert found["VLLM_CPU_OMP_THREADS_BIND"] == expected
     assert found[WAITING] == ("spin" if num_cores > 2 else "sleep")
     assert ("OMP_NUM_THREADS" in found) == (expected == "nobind")
-
-
-def test_another_process_maps_the_same_memory() -> None:
-    pool = HostPool(64, 640, is_shared=True)
-    with open(pool.path, "r+b") as file:
-        assert np.memmap(file, dtype=np.uint8, shape=(10, 64)).sum() == 0
-        pool.region[3] = 7
-        assert np.memmap(file, dtype=np.uint8, shape=(10, 64))[3].sum() == 7 * 64
-    assert HostPool(64, 640).path == ""
 
 
 def test_ranks_that_start_are_killed_at_the_end_of_their_engines_process(

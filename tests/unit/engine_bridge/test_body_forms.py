@@ -122,27 +122,24 @@ def test_an_empty_list_of_tools_is_as_good_as_none() -> None:
     assert formed("chat", **demanded, tools=[]) == demanded, "vLLM says that it needs tools"
 
 
+SCHEMA = {"type": "object"}
+UNNAMED = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+NAMED = {"type": "json_schema", "json_schema": {"name": "w", "schema": SCHEMA, "strict": None}}
+
+
 @pytest.mark.parametrize(
     ("given", "found"),
     [
-        ({"schema": {}}, {"name": "answer", "schema": {}}),
-        ({"name": "w", "schema": {}, "strict": None}, {"name": "w", "schema": {}, "strict": None}),
+        ({"type": "json_schema", "json_schema": {"schema": SCHEMA}}, UNNAMED),
+        (NAMED, NAMED),
+        ({"type": "json_object", "schema": SCHEMA}, UNNAMED),
+        ({"type": "json_object"}, {"type": "json_object"}),
     ],
 )
-def test_the_schema_of_an_answer_needs_no_name(given: Any, found: Any) -> None:
-    form = {"type": "json_schema", "json_schema": given}
-    assert formed("chat", response_format=form)["response_format"]["json_schema"] == found
-
-
-def test_the_schema_of_an_answer_may_stand_beside_json_object() -> None:
-    form = {"type": "json_object", "schema": {"type": "object"}}
-    assert formed("chat", response_format=form)["response_format"] == {
-        "type": "json_schema",
-        "json_schema": {"name": "answer", "schema": {"type": "object"}},
-    }
-    assert formed("chat", response_format={"type": "json_object"})["response_format"] == {
-        "type": "json_object"
-    }
+def test_the_schema_of_an_answer_needs_no_name_and_may_stand_beside_json_object(
+    given: Any, found: Any
+) -> None:
+    assert formed("chat", response_format=given)["response_format"] == found
 
 
 def test_only_the_tools_that_a_choice_allows_are_offered() -> None:

@@ -15,12 +15,6 @@ def test_work_is_the_prompts_time_and_a_share_of_the_steps_of_a_full_device() ->
     assert work.seconds(1, 0, 1) == pytest.approx(0.5 / MAX_RUNNING), "no more run than there are slots"
 
 
-def test_answers_that_differ_by_20_times_behind_equal_prompts_differ_in_work_and_not_in_tokens() -> None:
-    work = EngineWork(55_000, lambda num_tokens: num_tokens * 1e-4, lambda num, num_tokens: 0.06)
-    short, long = work.seconds(1500, 1500, 40), work.seconds(1500, 1500, 800)
-    assert 1540 / 2300 > 0.6 and short / long < 0.2
-
-
 def test_an_answers_mean_is_learned_by_its_predicted_length() -> None:
     means = AnswerMeans()
     short, long = LengthGuess(40, 60, "test"), LengthGuess(800, 1000, "test")
