@@ -129,6 +129,9 @@ def test_a_chat_sessions_next_turn_is_expected_from_those_of_others() -> None:
     assert (guess.session_id, guess.adapter) == ("new chat", "mine")
     assert guess.probability > 0.8
     assert (guess.earliest_s, guess.latest_s) == pytest.approx((30.0, 30.0))
+    other = AgentCall("o", "", "", "another chat")
+    (guess,) = followers.expected(turn, serve(followers, other, now, 2.0))
+    assert guess.session_id == "new chat"
 
 
 def test_a_follower_of_unknown_session_is_not_guessed() -> None:
@@ -149,6 +152,12 @@ def test_a_follower_of_unknown_session_is_not_guessed() -> None:
     guesses = followers.expected(request, serve(followers, request, now))
     # What it last used in this run.
     assert "other:B" in [guess.session_id for guess in guesses if guess.agent == "B"]
+    for i in range(20):
+        now = serve(followers, arrival("C", f"run{i}"), now) + 5
+        now = serve(followers, arrival("D", f"run{i}", session=f"{rng.getrandbits(64):x}"), now) + 5
+    request = arrival("C", "new")
+    guesses = followers.expected(request, serve(followers, request, now))
+    assert "D" not in agents(guesses), "its session is not named as C's"
 
 
 @pytest.mark.parametrize("pattern", ["{agent}99", "7f{agent}", "7f{agent}99"])
@@ -169,6 +178,11 @@ def test_what_has_followed_is_not_expected_again_and_what_is_overdue_is_given_up
     assert followers.expected(arrival("A", "last"), now + 6) == []
     followers.note(arrival("B", "last"), now + 2)
     assert followers.expected(arrival("A", "last"), now + 2) == []
+    followers, now = learned("AB" * 5)
+    now = serve(followers, arrival("A", "last"), run_chain(followers, "AB", "last", now))
+    assert "B" in agents(followers.expected(arrival("A", "last"), now)), "it has come before, and comes again"
+    followers.note(arrival("B", "last"), now)
+    assert "B" not in agents(followers.expected(arrival("A", "last"), now))
 
 
 def test_random_traffic_is_promised_as_surely_as_it_comes() -> None:

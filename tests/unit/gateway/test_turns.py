@@ -12,7 +12,7 @@ from gateway.turns.live_turn import AnswerPiece
 from gateway.turns.turns import KEEP_UNFOLLOWED_S
 
 from .fake_node import PATIENCE_S
-from .parts import Parts, passes, refused, until
+from .parts import NOW, Parts, passes, refused, until
 
 
 async def stored(parts: Parts, session_id: str, owner: str = "ann") -> list[tuple[str, str, str]]:
@@ -63,6 +63,26 @@ async def test_an_answer_that_was_cut_goes_on_and_keeps_what_it_had(parts: Parts
     await parts.answered("d", "later", session_id=turn.session_id)
     error = await refused(parts.ask("c", session_id=turn.session_id, continues=True))
     assert (error.code, error.param, cut.is_over) == ("bad_request", "continues", True)
+
+
+async def test_pieces_of_a_try_that_a_server_had_before_it_was_started_anew_are_none_of_the_next(
+    parts: Parts,
+) -> None:
+    """A second window asks a failed message again; the first one comes back with what it saw."""
+    turn = await parts.ask("a")
+    first = await parts.node.asked()
+    first.say("Once", " upon")
+    first.fail(EngineUnavailable("The server went down."))
+    await until(lambda: turn.is_over)
+    anew = Parts(parts.store)
+    again = await anew.ask("a", session_id=turn.session_id)
+    (await anew.node.asked()).finish(*["Twice"] * 100)
+    await until(lambda: again.is_over)
+    assert not any(again.can_resume(seq) for seq in range(1, 1000)), (
+        "an engine gives fewer than one a millisecond"
+    )
+    assert again.can_resume(again.seq) and again.base_seq == 1000 * NOW
+    await anew.close()
 
 
 async def test_an_answer_that_went_on_has_the_figures_of_both_parts(parts: Parts) -> None:
