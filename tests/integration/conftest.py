@@ -61,7 +61,7 @@ ALONE = (
 )
 
 # Longest first, where several processes share the tests, so that none is left with a long file when the others have none. These have no engine in the
-# tests' own process, so they may come before all.
+# tests' own process, and the browser's has gone when its tests are over, so they may come before all.
 FIRST = ("test_process.py", "test_ray.py")
 # And of those with the shared engine.
 LONG = ("test_router.py", "test_pooling.py", "test_docs.py")
