@@ -42,7 +42,7 @@ settings.load_profile("overture")
 
 
 class OneBrowser(LoadFileScheduling):
-    """A file's tests in one process, and all that need a browser: the gateway that they share takes half a minute of two cores to start."""
+    """A file's tests in one process, and all that need a browser: they share one, and a gateway."""
 
     def _split_scope(self, nodeid: str) -> str:
         return BROWSER if nodeid.startswith(BROWSER) else super()._split_scope(nodeid)

@@ -43,6 +43,7 @@ from .facts import ALIAS, Http, Patch
 PEERS = PeerConfig(trust=Trust(token=b"of the tests' cluster"))
 # Files whose engines must be gone before the shared one starts: vLLM keeps the state of its process groups per process.
 ALONE = (
+    "test_correct.py",
     "test_mixed_batch.py",
     "test_models.py",
     "test_reasoning.py",
@@ -60,8 +61,8 @@ ALONE = (
 )
 
 # Longest first, where several processes share the tests, so that none is left with a long file when the others have none. These have no engine in the
-# tests' own process, so they may come before all.
-FIRST = ("test_correct.py", "test_process.py", "test_ray.py", "test_wheels.py")
+# tests' own process, and the browser's has gone when its tests are over, so they may come before all.
+FIRST = ("test_process.py", "test_ray.py")
 # And of those with the shared engine.
 LONG = ("test_router.py", "test_pooling.py", "test_docs.py")
 

@@ -63,16 +63,13 @@ async def output_until(process: Process, word: bytes) -> list[bytes]:
     return lines
 
 
-async def drains(
-    process: Process, client: ChatClient, *signals: signal.Signals, session_id: str = ""
-) -> None:
-    """A running answer may finish after these signals, then the server ends."""
+async def drains(process: Process, client: ChatClient) -> None:
+    """A running answer may finish after a SIGTERM, then the server ends."""
     ending = Ending(process)
-    events = client.ask("Hello, how are you?", session_id=session_id or None, sampling={"temperature": 0})
+    events = client.ask("Hello, how are you?", sampling={"temperature": 0})
     async for event in events:
         if isinstance(event, Delta):
-            for each in signals:
-                process.send_signal(each)
+            process.terminate()
             break
     rest = [event async for event in events]
     assert isinstance(rest[-1], Done), "a running answer may finish while the server drains"

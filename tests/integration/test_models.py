@@ -6,6 +6,7 @@ Runs before the shared engine starts (conftest), each engine after the one befor
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
@@ -492,3 +493,12 @@ async def test_qwen3s_reranker_reads_and_scores_as_it_was_trained_to(tmp_path: P
     assert by_itself["usage"]["prompt_tokens"] > reply["usage"]["prompt_tokens"], (
         "the model card's own instruction"
     )
+
+
+async def test_why_a_model_for_embeddings_cannot_be_loaded_is_told_on_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Nothing"], "model_type": "nothing"}')
+    node = PoolingNode(EngineConfig(model=str(tmp_path), served_model_name="broken"), "embeddings")
+    with contextlib.suppress(Exception):
+        await node.start()
+    assert node.progress.state == "failed" and node.progress.error and "\n" not in node.progress.error
+    await node.close()

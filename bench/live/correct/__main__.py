@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.live.correct import plays, table
-from bench.live.correct.asking import prompt_of
+from bench.live.correct.asking import Serve, in_a_process, prompt_of
 from bench.live.correct.checkpoints import folder_of
 from bench.live.correct.families import FAMILIES
 from bench.live.correct.oracle import Oracle
@@ -42,11 +42,11 @@ AIMS = {
 QUICK = "gemma3-vision"
 
 
-def all_plays(*, is_quick: bool) -> dict[str, Play]:
-    """Return all plays by name, in the order of playing. is_quick: families are played without a second node."""
+def all_plays(*, is_quick: bool, serve: Serve) -> dict[str, Play]:
+    """Return all plays by name, in the order of playing. is_quick: families are played without a second node. serve: how families are served."""
     llama = BY_NAME["llama"]
     found: dict[str, Play] = {
-        f"family {family.name}": partial(plays.family_play, family, has_peer=not is_quick)
+        f"family {family.name}": partial(plays.family_play, family, has_peer=not is_quick, serve=serve)
         for family in FAMILIES
     }
     return found | {
@@ -124,8 +124,8 @@ def of_families(chosen: Iterable[str], cases: Sequence[Checked], ended: Iterable
     }
 
 
-def main() -> None:
-    """Run the bench from the command line."""
+def main(serve: Serve = in_a_process) -> None:
+    """Run the bench from the command line. serve: how families are served."""
     parser = options(__doc__, quick="one family: a minute")
     parser.add_argument("--only", default="", help="plays whose name holds these words")
     parser.add_argument(
@@ -136,7 +136,9 @@ def main() -> None:
     args = parser.parse_args()
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # before transformers is imported
     wanted = f"family {QUICK}" if args.quick else f"family {args.only}" if args.table else args.only
-    chosen = {name: play for name, play in all_plays(is_quick=args.quick).items() if wanted in name}
+    chosen = {
+        name: play for name, play in all_plays(is_quick=args.quick, serve=serve).items() if wanted in name
+    }
     import torch
 
     # Measured beside busy servers: a second thread makes the oracle's small sums take ten times as much processor time, as each waits for the other.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +133,24 @@ def _num_cached(usage: Mapping[str, Any]) -> int:
     return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
 
 
+Serve = Callable[[Path, Sequence[str]], AbstractAsyncContextManager[Asker]]
+"""Serves with these flags until the block ends; the folder is there for a log."""
+
+
+@asynccontextmanager
+async def in_a_process(folder: Path, flags: Sequence[str]) -> AsyncIterator[Asker]:
+    """`overture serve` of this checkout."""
+    with OvertureServer(folder / "server.log", *flags) as server:
+        await asyncio.to_thread(server.wait, server.is_ready)
+        async with session(server.url) as http:
+            yield Asker(http, server.process.pid)
+
+
+def session(url: str) -> aiohttp.ClientSession:
+    """Return what asks the server at an address."""
+    return aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=120))
+
+
 @asynccontextmanager
 async def serving(
     model: Path,
@@ -142,8 +160,9 @@ async def serving(
     device_tokens: int = DEVICE_TOKENS,
     kv_token_bytes: int = KV_TOKEN_BYTES,
     dtype: str = "float32",
+    serve: Serve = in_a_process,
 ) -> AsyncIterator[Asker]:
-    """`overture serve` of this checkout with a model, asked until the block ends. kv_token_bytes: of one token's KV in float32."""
+    """A server with a model, asked until the block ends. kv_token_bytes: of one token's KV in float32."""
     data.mkdir(exist_ok=True)  # noqa: ASYNC240 - a bench alone on its loop
     command = [f"--model={model}", f"--served-model-name={BASE}", f"--data-dir={data}", f"--dtype={dtype}"]
     command += ["--titles=first-words", f"--max-model-len={MAX_MODEL_LEN}", "--max-num-seqs=8"]
@@ -151,8 +170,5 @@ async def serving(
     command += [f"--kv-cache-gib={device_tokens * kv_token_bytes / (1 << 30):.6f}"]
     command += ["--kv-host-gib=0.25", "--kv-disk-gib=0.25"]
     command += [f"--lora-module={name}={folder}" for name, folder in adapters.items()]
-    with OvertureServer(data / "server.log", *command, *flags) as server:
-        await asyncio.to_thread(server.wait, server.is_ready)
-        timeout = aiohttp.ClientTimeout(total=120)
-        async with aiohttp.ClientSession(server.url, timeout=timeout) as http:
-            yield Asker(http, server.process.pid)
+    async with serve(data, [*command, *flags]) as asker:
+        yield asker

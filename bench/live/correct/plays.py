@@ -25,6 +25,8 @@ from bench.live.correct.asking import (
     LONG_TOKENS,
     Answer,
     Asker,
+    Serve,
+    in_a_process,
     prompt_of,
     serving,
 )
@@ -117,34 +119,27 @@ def named(folders: Sequence[Path]) -> dict[str, Path]:
 
 
 async def family_play(
-    family: Family, scratch: Path, note: Note, *, has_peer: bool = True, flags: Sequence[str] = ()
+    family: Family,
+    scratch: Path,
+    note: Note,
+    *,
+    has_peer: bool = True,
+    flags: Sequence[str] = (),
+    serve: Serve = in_a_process,
 ) -> dict[str, str]:
     """Every tier, adapters, sessions, batches, a restart, and a second node, with one model. Returns what its server goes without, and why.
 
-    has_peer: whether there is a second node. flags: of the server, beside the family's own. Raises NotComputable: vLLM has no kernel of the model for
-    this processor.
+    has_peer: whether there is a second node. flags: of the server, beside the family's own. serve: how it is served. Raises NotComputable: vLLM has
+    no kernel of the model for this processor.
     """
     if not family.is_computable():
         raise NotComputable(family.operation)
     adapters = named(adapter_folders_of(family))
     folder = folder_of(family)
-    oracle: Oracle | StockOracle
-    if family.has_own_rounding:
-        sight = SIGHTS.get(family.sight)
-        oracle = StockOracle(
-            folder,
-            family.dtype,
-            MAX_MODEL_LEN,
-            has_adapters=bool(adapters),
-            sight=sight,
-            kv_cache_dtype=family.kv_cache_dtype or "auto",
-        )
-    else:
-        oracle = Oracle(folder, family.computed_as)
-    judge = Judge(family.name, oracle, adapters, note, family.reuses_kv)
+    judge = Judge(family.name, _oracle_of(family, folder), adapters, note, family.reuses_kv)
     data = scratch / family.name
     start: dict[str, Any] = {"adapters": adapters, "kv_token_bytes": family.kv_token_bytes}
-    start["dtype"] = family.dtype
+    start |= {"dtype": family.dtype, "serve": serve}
     flags = [*flags_of(family), *flags]
     adapter = next(iter(adapters), "")
     async with serving(folder_of(family), data, *flags, **start) as server:
@@ -175,6 +170,19 @@ async def family_play(
         async with serving(folder, scratch / "two nodes", "--nodes=2", *flags, **start) as server:
             await _until_reused(judge, "from another node", _moved(server))
     return {each["mechanism"]: each["why"] for each in node["left_out"]}
+
+
+def _oracle_of(family: Family, folder: Path) -> Oracle | StockOracle:
+    if not family.has_own_rounding:
+        return Oracle(folder, family.computed_as)
+    return StockOracle(
+        folder,
+        family.dtype,
+        MAX_MODEL_LEN,
+        has_adapters=bool(adapter_folders_of(family)),
+        sight=SIGHTS.get(family.sight),
+        kv_cache_dtype=family.kv_cache_dtype or "auto",
+    )
 
 
 async def _tiers(judge: Judge, server: Asker, adapter: str) -> None:
