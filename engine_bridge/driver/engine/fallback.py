@@ -13,7 +13,7 @@ from engine_bridge.driver.engine.errors_text import said_by
 from engine_bridge.driver.ranks.failing import RankFailed
 from engine_bridge.driver.ranks.starting import RankKilled
 from engine_bridge.policy.limits.model_support import CONSEQUENCES, CannotHave, Mechanism, UnusableModel
-from engine_bridge.policy.limits.refusals import is_final, misfit, refusal_of
+from engine_bridge.policy.limits.refusals import is_final, may_be_of_pictures, misfit, refusal_of
 from engine_bridge.protocol.errors import SeamMoved
 from engine_bridge.protocol.figures import LeftOut
 from engine_bridge.settings.engine_config import EngineConfig
@@ -83,8 +83,11 @@ def build_with_what_works(
             known |= new
         except Exception as error:
             _let_go(error)
+            if first is None and config.max_images and may_be_of_pictures(_said(error)):
+                guess = frozenset({"pictures"})
+            else:
+                guess = frozenset() if _is_for_the_user(error) else next(guesses, frozenset())
             first = first or error
-            guess = frozenset() if _is_for_the_user(error) else next(guesses, frozenset())
             if not guess:
                 if (refused := _refusal(first)) is not None:
                     raise refused from first
@@ -107,6 +110,8 @@ def _without(config: EngineConfig, mechanisms: Set[Mechanism]) -> EngineConfig:
         config = replace(config, enable_expert_parallel=False)
     if "prefix caching" in mechanisms:
         config = replace(config, enable_prefix_caching=False)
+    if "pictures" in mechanisms:
+        config = replace(config, max_images=0)
     return config
 
 

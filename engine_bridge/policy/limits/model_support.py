@@ -12,11 +12,12 @@ from msgspec import Struct
 
 from engine_bridge.protocol.errors import NotSupported
 
-Mechanism = Literal["adapters", "KV tiers", "prefix caching", "expert parallelism"]
+Mechanism = Literal["adapters", "KV tiers", "prefix caching", "expert parallelism", "pictures"]
 CONSEQUENCES: Mapping[Mechanism, str] = {
     "adapters": "every request is answered by the base model",
     "KV tiers": "KV that leaves the device is computed again, and nothing is brought nearer ahead of a request",
     "expert parallelism": "each device has a part of every expert",
+    "pictures": "text alone is read",
     "prefix caching": "every prompt is computed as a whole, and nothing can be computed or brought nearer ahead of a request",
 }
 

@@ -18,8 +18,7 @@ DIVIDING_PARTS = "Choose a --tensor-parallel-size that divides it"
 OTHER_SETTING = "Change the setting, or take it away"
 TRUSTED_CODE = "If you trust it: --trust-remote-code"
 MISSING_PACKAGE = (
-    "Install it into the server's Python environment (opencv is the package opencv-python-headless). Where it only reads pictures, the model serves "
-    "text without it: --max-images 0"
+    "Install it into the server's Python environment (opencv is the package opencv-python-headless)"
 )
 MENDED_DEFAULTS = "Mend this value in the model's folder, or take it out of the file"
 OTHER_MODEL = "Serve another model, or try a newer release of vLLM"
@@ -221,6 +220,11 @@ def is_final(error: str) -> bool:
     """Return whether an error of vLLM's stays the same whatever is left out. What a device lacks, adapters or tiers may have called for."""
     refused = refusal_of(error)
     return refused is not None and refused.remedy != ANOTHER_DEVICE
+
+
+def may_be_of_pictures(error: str) -> bool:
+    """Return whether an error of vLLM's may come of what reads pictures: a package or a file that it lacks."""
+    return re.search(r"ImportError|ModuleNotFoundError|[Pp]rocessor", error) is not None
 
 
 def refusal_of(error: str) -> UnusableModel | None:

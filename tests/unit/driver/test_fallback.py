@@ -46,6 +46,28 @@ def built(
     return tried, {each.mechanism: each.why for each in left_out}
 
 
+@pytest.mark.parametrize(
+    "error", [OSError("Can't load image processor for 'm'"), ModuleNotFoundError("No module named 'odd'")]
+)
+def test_without_what_it_reads_pictures_with_a_model_is_one_of_text(error: Exception) -> None:
+    tried: list[int] = []
+
+    def build(config: EngineConfig, tiers: KvTiers | None) -> str:
+        tried.append(config.max_images)
+        if config.max_images or is_of_text:
+            raise error
+        return "an engine"
+
+    is_of_text = False
+    _, last, left_out = build_with_what_works(CONFIG, None, build, needs_adapters=True)
+    assert (tried, last.max_images) == ([CONFIG.max_images, 0], 0)
+    assert [each.mechanism for each in left_out] == ["pictures"] and str(error) in left_out[0].why
+    is_of_text = True
+    with pytest.raises((OSError, UnusableModel), match=re.escape(str(error))):
+        build_with_what_works(CONFIG, None, build, needs_adapters=True)
+    assert tried[2:] == [CONFIG.max_images, 0]
+
+
 def test_what_works_is_built_once() -> None:
     assert built(lambda _: None) == ([ALL], {})
 

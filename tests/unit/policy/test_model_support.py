@@ -115,7 +115,7 @@ def test_a_model_that_cannot_be_served_is_refused_with_what_to_do(
         (
             "ImportError: \nOddModel requires the odd library but it was not found in your environment. You can",
             "lacks a package: OddModel requires the odd library",
-            "--max-images 0",
+            "Install it",
             True,
         ),
         ("ModuleNotFoundError: No module named 'odd'", "No module named 'odd'", "Install it", True),
