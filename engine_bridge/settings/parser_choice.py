@@ -128,7 +128,8 @@ REASONING_FAMILIES = (
     Family("nemotron_v3", ("nemotron_h", "nemotron_h_puzzle"), ("<think>",)),
     Family("olmo3", ("olmo3",), ("<think>",)),
     Family("granite", _GRANITE, ("Here is my thought process",)),
-    Family("granite_thinking_parser", _GRANITE, ("<think>",)),
+    # Not 3.3, whose template has `thinking` and whose tokenizer no `<think>`: this parser would take its answers for thoughts.
+    Family("granite_thinking_parser", _GRANITE, ("<think>", "enable_thinking")),
     Family("mistral", marks=("[THINK]",)),
     # These think unless the request says `enable_thinking: false`; the template then closes an empty block.
     Family("qwen3", marks=("<think>", "enable_thinking")),

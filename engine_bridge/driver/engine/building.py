@@ -17,6 +17,7 @@ from engine_bridge.driver.vllm_api.features import (
     MODEL_CLASSES,
     NEW_BLOCKS,
     PICTURE_CACHE,
+    TEXT_ALONE,
 )
 from engine_bridge.driver.vllm_api.start import Off
 from engine_bridge.policy.limits.cores import cores_of_ranks
@@ -142,7 +143,8 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
     args.reasoning_config = reasoning_config(args, config.reasoning_parser, config.chat_template)
     if tiers is not None:
         state_blocks.install()
-        renderer.take_no_embeddings()
+        if TEXT_ALONE not in off:
+            renderer.take_no_embeddings()
         tiers.arguments = arguments_that_count(args)
     # As `vllm serve` has it: by this vLLM chooses the sizes of batches that are not set. Those for an engine of one's own are a quarter on an H100.
     served = UsageContext.OPENAI_API_SERVER

@@ -83,6 +83,10 @@ PICTURE_CACHE = Feature(
     "pictures that are sent again",
     "a picture whose call was cancelled before it was queued fails once when it is sent again",
 )
+TEXT_ALONE = Feature(
+    "models that read pictures as models of text",
+    "with --max-images 0 a model in Mistral's own format has no KV tiers, and others keep room for pictures",
+)
 ROTARY = Feature(
     "positions of heads on a CPU",
     "models with latent attention and plain RoPE write wrong answers on a CPU",

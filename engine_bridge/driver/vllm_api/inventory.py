@@ -103,8 +103,8 @@ vllm.lora.request:LoRARequest ENGINE
 vllm.config:VllmConfig ENGINE at vllm_config
     read cache_config device_config kv_transfer_config model_config reasoning_config scheduler_config structured_outputs_config
     KV_TIERS: read speculative_config
-    KV_TIERS: replace _resolve_mm_embedding_inputs()
-    KV_TIERS: look up in __post_init__: _resolve_mm_embedding_inputs
+    TEXT_ALONE: replace _resolve_mm_embedding_inputs()
+    TEXT_ALONE: look up in __post_init__: _resolve_mm_embedding_inputs
     RANKS: write logging_config
 vllm.config:SpeculativeConfig KV_TIERS
     read draft_model_config

@@ -33,7 +33,9 @@ _ERRORS = (
         TRUSTED_CODE,
     ),
     (
-        r"(?:ImportError|ModuleNotFoundError):\s*((?!cannot import name)[^\n]+)",
+        # A package that is there in part, as one whose release or shared library does not fit, is not one that is lacking.
+        r"(?:ImportError|ModuleNotFoundError):\s*((?!\s|cannot import name|[^\n]*\.so\b)"
+        r"[^\n]*(?:No module named '(?!triton')\w+'|[Ii]nstall|[Rr]equire)[^\n]*)",
         "code that this model needs lacks a package: {0}",
         MISSING_PACKAGE,
     ),

@@ -16,7 +16,7 @@ from engine_bridge.driver import vllm_api
 from engine_bridge.driver.engine.building import load_vllm
 from engine_bridge.driver.engine.engine import EngineConfig
 from engine_bridge.driver.vllm_api.check import Finding, check, check_engine
-from engine_bridge.driver.vllm_api.features import ENGINE, FEATURES, PACE, PROMOTION, Feature
+from engine_bridge.driver.vllm_api.features import ENGINE, FEATURES, PACE, PROMOTION, TEXT_ALONE, Feature
 from engine_bridge.driver.vllm_api.inventory import ALL
 from engine_bridge.driver.vllm_api.start import features_off, without
 from engine_bridge.driver.vllm_api.uses import owners
@@ -230,6 +230,14 @@ def test_the_installed_vllm_has_every_name_in_one_place() -> None:
     assert vllm_api.RequestStatus is RequestStatus
     with pytest.raises(ImportError):
         from engine_bridge.driver.vllm_api import NoSuchName  # noqa: F401
+
+
+def test_what_concerns_models_with_pictures_alone_costs_no_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM has renamed this function before."""
+    from vllm.config import VllmConfig
+
+    monkeypatch.delattr(VllmConfig, "_resolve_mm_embedding_inputs")
+    assert features_off(check(ALL), "cpu") == {TEXT_ALONE}
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -41,6 +41,7 @@ REASONING_PARSERS = [
     ("minicpmv4_6", "<think>{{ enable_thinking }}", "minicpmv"),
     ("granite", "Here is my thought process <think>", "granite"),
     ("granite", "<think>{{ enable_thinking }}", "granite_thinking_parser"),
+    ("granite", "{% if thinking %}<think></think> <response></response>", "deepseek_r1"),
     ("mimo_v2", "<think>{{ enable_thinking }}", "mimo"),
     ("nemotron_h_puzzle", "<think>{{ enable_thinking }}", "nemotron_v3"),
     ("qwen2", HERMES, ""),

@@ -199,9 +199,22 @@ def test_an_error_of_vllms_becomes_one_that_says_what_to_do(
     assert is_final(error) == stays
 
 
-def test_an_unknown_error_stays_as_it_is() -> None:
-    assert refusal_of("something that nobody has seen yet") is None
-    assert not is_final("something that nobody has seen yet")
+@pytest.mark.parametrize(
+    "error",
+    [
+        "something that nobody has seen yet",
+        "ImportError: cannot import name 'require_odd' from 'odd' (/odd/install.py)",
+        "ImportError: libodd.so.12: cannot open shared object file: No such file or directory",
+        "ImportError: /lib/libodd.so.6: version `ODD_3' not found (required by /odd/_C.abi3.so)",
+        "ModuleNotFoundError: No module named 'odd.moved'",
+        "ModuleNotFoundError: No module named 'triton'",
+        "ImportError: attempted relative import with no known parent package",
+    ],
+)
+def test_an_unknown_error_stays_as_it_is(error: str) -> None:
+    """Also one of an installation that is broken, which no package mends, and of which some mechanism may have asked."""
+    assert refusal_of(error) is None
+    assert not is_final(error)
 
 
 def test_what_a_user_insists_on_is_said_with_the_settings_to_take_away() -> None:
