@@ -81,7 +81,7 @@ TOOL_FAMILIES = (
     Family("apertus", ("apertus",), ("<|tools_prefix|>",)),
     Family("muse_glimmer", ("muse_glimmer", "muse_glimmer_text")),
     Family("inkling", ("inkling_model", "inkling_mm_model")),
-    Family("mimo", ("mimo", "mimo_v2", "mimo_v2_flash"), ("<tool_call>",)),
+    Family("mimo", ("mimo", "mimo_v2", "mimo_v2_flash"), ("<tool_call>", "<function=")),
     Family("granite", marks=("<|tool_call|>",)),
     Family("internlm", marks=("<|action_start|>",)),
     Family("lfm2", marks=("<|tool_call_start|>",)),

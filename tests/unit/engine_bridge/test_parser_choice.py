@@ -28,6 +28,7 @@ TOOL_PARSERS = [
     ("granitemoehybrid", "tools <tool_call>", "granite4"),
     ("granitemoehybrid", "tools <tool_call><function=x><parameter=y>", "qwen3_coder"),
     ("mimo_v2", "tools <tool_call><function=x><parameter=y>", "mimo"),
+    ("mimo", HERMES, "hermes"),
     ("phi4mm", "{% if message['tools'] %}<|tool|>", "phi4_mini_json"),
 ]
 REASONING_PARSERS = [
