@@ -225,8 +225,9 @@ def is_final(error: str) -> bool:
 
 
 def may_be_of_pictures(error: str) -> bool:
-    """Return whether an error of vLLM's may come of what reads pictures: a package or a file that it lacks."""
-    return re.search(r"ImportError|ModuleNotFoundError|[Pp]rocessor", error) is not None
+    """Return whether an error of vLLM's may come of what reads pictures: a package, a file or weights that it lacks."""
+    lacks = r"ImportError|ModuleNotFoundError|[Pp]rocessor|not initialized from checkpoint:.*(?:visual|vision|image|multi_modal)"
+    return re.search(lacks, error, re.DOTALL) is not None
 
 
 def refusal_of(error: str) -> UnusableModel | None:
