@@ -97,7 +97,7 @@ def recorded_requests(seed: int) -> list[Request]:
 def requests_of_node(node: int, seed: int) -> list[Request]:
     """Return the requests that a node serves: sessions that share a block share a node. Without the trace they are made, other ones for each node."""
     if not MOONCAKE.exists():
-        return made_requests("agents and people", seed=node)
+        return made_requests("agents and people", seed=NUM_NODES * seed + node)
     recorded = recorded_requests(seed)
     return [request for request in recorded if zlib.crc32(request.keys[0]) % NUM_NODES == node]
 

@@ -86,7 +86,7 @@ def build_with_what_works(
             if first is None and config.max_images and may_be_of_pictures(_said(error)):
                 guess = frozenset({"pictures"})
             else:
-                guess = frozenset() if _is_for_the_user(error) else next(guesses, frozenset())
+                guess = _next(guesses, guess, error)
             first = first or error
             if not guess:
                 if (refused := _refusal(first)) is not None:
@@ -101,6 +101,13 @@ def build_with_what_works(
         for mechanism in sorted(guess):
             known.setdefault(mechanism, f"the engine cannot be built with it ({_in_short(first)})")
     return Built(driver, tried, tuple(_say(known, tiers)))
+
+
+def _next(guesses: Iterator[Set[Mechanism]], guess: Set[Mechanism], error: Exception) -> Set[Mechanism]:
+    """Return what to leave out after this guess and its error; nothing if that is over."""
+    more = frozenset() if _is_for_the_user(error) else next(guesses, frozenset())
+    # Where something else is wrong without pictures, they were one of two faults.
+    return more if may_be_of_pictures(_said(error)) else more and more | (guess & {"pictures"})
 
 
 def _without(config: EngineConfig, mechanisms: Set[Mechanism]) -> EngineConfig:

@@ -73,6 +73,19 @@ def test_without_what_it_reads_pictures_with_a_model_is_one_of_text(error: Excep
     assert tried[2:] == [CONFIG.max_images, 0]
 
 
+def test_pictures_and_adapters_may_both_be_at_fault() -> None:
+    def build(config: EngineConfig, tiers: KvTiers | None) -> str:
+        if config.max_images:
+            raise ModuleNotFoundError("No module named 'odd'")
+        if config.enable_lora:
+            raise ODD
+        return "an engine"
+
+    _, last, left_out = build_with_what_works(CONFIG, None, build, needs_adapters=False)
+    assert (last.max_images, last.enable_lora) == (0, False)
+    assert {each.mechanism for each in left_out} == {"pictures", "adapters"}
+
+
 def test_what_works_is_built_once() -> None:
     assert built(lambda _: None) == ([ALL], {})
 
