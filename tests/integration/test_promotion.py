@@ -22,7 +22,7 @@ from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.local_node import LocalNode
 from engine_bridge.protocol.engine_request import EngineRequest
 from engine_bridge.protocol.errors import EngineUnavailable, NotSupported
-from engine_bridge.protocol.node import Advisory, AdvisoryReport, KvSources, pack_token_ids
+from engine_bridge.protocol.node import ADVISORY_ENDS, Advisory, AdvisoryReport, KvSources, pack_token_ids
 from engine_bridge.sleeping import Sleep
 
 from . import nodes
@@ -126,7 +126,11 @@ async def test_promotion(tmp_path: Path) -> None:
         history, long = text("restart", HISTORY_TOKENS + 1), text("long", 9 * BLOCK_TOKENS + 2)
         await generate(node, history, "restart")
         said, _ = await generate(node, long, "long")
+        await generate(node, history, "adapted", "pirate")
+        open_, _ = await advise(node, "adapted", adapter="pirate")
+        await open_.until("warm")
         host_bytes = 3 * tiers.store.shape.block_bytes
+    await open_.until(*ADVISORY_ENDS)  # the engine that ends tells so
     async with engine(tmp_path, host_bytes) as (node, tiers):
         await a_restart_knows_a_session_by_its_ids(node, tiers, history, long, said)
 

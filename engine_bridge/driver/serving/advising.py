@@ -60,10 +60,11 @@ async def advise(
 
     def begin(driver: VllmDriver) -> None:
         """Hand the advisory to the promoter."""
+        adapters = driver.adapters  # an engine that is closed ends its advisories, and has no parts by then
 
         def report(state: AdvisoryReport) -> None:
             """Pass a report on to the event loop, with the adapter's part of it."""
-            told = driver.adapters.accounted(adapter_id, state) if adapter_id else state
+            told = adapters.accounted(adapter_id, state) if adapter_id else state
             loop.call_soon_threadsafe(on_change, told)
 
         if driver.scheduling is not None:
