@@ -115,7 +115,8 @@ class LocalNode:
         self._since, self._loop = time.monotonic(), asyncio.get_running_loop()
         engine = self._config.engine
         for name, why in without_effect(named(engine.engine_args), engine.device).items():
-            log.warning("%s changes nothing here: %s", name, why)
+            if why:
+                log.warning("%s changes nothing here: %s", name, why)
         if engine.enable_sleep_mode and (never := why_never(engine)):
             log.warning("this engine cannot be put to sleep: %s", never)
         try:

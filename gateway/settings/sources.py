@@ -349,9 +349,6 @@ def _from_file(config_file: str | os.PathLike[str] | None, environ: Mapping[str,
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
-    if path.suffix in (".yaml", ".yml"):
-        why = "is vLLM's; give its lines as flags, `max-model-len: 4096` as --max-model-len 4096, or as TOML, max_model_len = 4096"
-        raise ConfigError(f"{path}: a config file in YAML {why}")
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

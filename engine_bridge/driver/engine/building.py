@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +29,7 @@ from engine_bridge.settings.engine_config import WHATEVER_FITS, EngineConfig
 if TYPE_CHECKING:
     from engine_bridge.driver.kv.kv_tiers import KvTiers
 
+log = logging.getLogger(__name__)
 # One KV block of this many tokens on a CPU: vLLM's default there is 128, with which most of a chat turn would
 # fall outside whole blocks and be computed again on the next turn. Its CPU attention takes multiples of 32 only.
 CPU_BLOCK_SIZE_TOKENS = 32
@@ -34,6 +37,9 @@ CPU_BLOCK_SIZE_TOKENS = 32
 CPU_PICTURE_CACHE_GIB = 0.5
 
 
+_OUTPUTS = "structured_outputs_config"
+# Of vLLM's backends for structured outputs.
+_GRAMMARS = "guidance"
 _set: dict[str, str] = {}
 """The variables that were set here, for this engine or one before it."""
 
@@ -198,7 +204,7 @@ def engine_args(config: EngineConfig, tiers: KvTiers | None, off: Off = frozense
         # A model that may get none of a kind of media is loaded without the part that reads it.
         "limit_mm_per_prompt": {"image": config.max_images, "video": 0, "audio": 0},
         # A small model that may put white space between JSON tokens does little else until its tokens run out.
-        "structured_outputs_config": StructuredOutputsConfig(backend="guidance", disable_any_whitespace=True),
+        _OUTPUTS: StructuredOutputsConfig(backend=_GRAMMARS, disable_any_whitespace=True),
     }
     options |= {
         "max_num_batched_tokens": config.max_num_batched_tokens,
@@ -220,6 +226,12 @@ def engine_args(config: EngineConfig, tiers: KvTiers | None, off: Off = frozense
         options |= _of_adapters(config)
     given = named(config.engine_args)
     options |= typed({name: given[name] for name in given.keys() - without_effect(given, config.device)})
+    if (backend := options[_OUTPUTS].backend) not in ("auto", _GRAMMARS):
+        log.warning(
+            "structured outputs are llguidance's here, not %s's: its grammars are bounded in time and memory",
+            backend,
+        )
+    options[_OUTPUTS] = replace(options[_OUTPUTS], backend=_GRAMMARS)
     return EngineArgs(**{name: value for name, value in options.items() if value is not None})
 
 

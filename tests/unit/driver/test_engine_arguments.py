@@ -148,8 +148,29 @@ def test_steps_are_scheduled_ahead_as_vllm_would_unless_the_device_rules_it_out(
     assert given("cuda", "async-scheduling=true") is True
     assert given("cuda", "async_scheduling=false") is False
     assert given("cpu", "async-scheduling=true") is given("cpu", "async_scheduling=false") is None
-    assert list(without_effect(["async_scheduling", "seed"], "cpu")) == ["async_scheduling"]
-    assert without_effect(["async_scheduling"], "cuda") == {}
+    assert list(without_effect({"async_scheduling": "true", "seed": "1"}, "cpu")) == ["async_scheduling"]
+    assert without_effect({"async_scheduling": "true"}, "cuda") == {}
+
+
+def test_what_the_server_has_in_another_form_is_left_out_with_the_reason_or_without_one_where_it_is_so() -> (
+    None
+):
+    given = {"data_parallel_size": "2", "kv_events_config": "{}", "use_tqdm_on_load": "false", "nnodes": "1"}
+    found = without_effect(given, "cuda")
+    assert found["data_parallel_size"].startswith("one engine") and found["kv_events_config"]
+    assert found["use_tqdm_on_load"] == found["nnodes"] == ""
+    args = engine_args(demo(engine_args=tuple(f"{name}={value}" for name, value in given.items())), None)
+    assert args.data_parallel_size == 1
+
+
+def test_a_number_of_blocks_and_the_form_of_structured_outputs_are_vllms_to_take() -> None:
+    config = '{"backend": "xgrammar", "disable_additional_properties": false}'
+    given = ("num_gpu_blocks_override=64", f"structured_outputs_config={config}", "runner=generate")
+    args = engine_args(demo(engine_args=given), None)
+    assert args.num_gpu_blocks_override == 64 and args.runner == "generate"
+    outputs = args.structured_outputs_config
+    assert outputs.backend == "guidance" and not outputs.disable_any_whitespace
+    assert engine_args(demo(), None).structured_outputs_config.disable_any_whitespace
 
 
 def test_a_model_that_this_machine_has_not_seen_is_looked_at_without_another_process(
@@ -246,8 +267,11 @@ def test_what_cannot_be_set_is_refused_with_the_reason() -> None:
         (["seed"], "NAME=VALUE"),
         (["=4"], "NAME=VALUE"),
         (["seed=4"], "--seed"),
-        (["scheduler-cls=x"], "scheduler_cls cannot be set here"),
-        (["cpu_offload_gb=4", "cpu-offload-gb=5"], "twice"),
+        (["runner=pooling"], "runner cannot be set here"),
     ):
         with pytest.raises(ValueError, match=reason):
             parse(pairs, {"seed": "--seed"})
+
+
+def test_of_an_argument_that_is_given_twice_the_last_one_counts() -> None:
+    assert parse(["cpu_offload_gb=4", "cpu-offload-gb=5"], {}) == {"cpu_offload_gb": "5"}

@@ -211,13 +211,6 @@ def test_a_chat_template_may_stand_in_one_line_as_with_vllm(tmp_path: Path) -> N
         assert node_config(config).engine.chat_template == expected
 
 
-def test_a_config_file_of_vllms_is_answered_with_what_to_give_in_its_place(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"c\.yaml: a config file in YAML is vLLM's; give its lines as flags"
-    ):
-        load(cwd=tmp_path, config_file=tmp_path / "c.yaml")
-
-
 def test_keys_are_never_shown(tmp_path: Path) -> None:
     config = load({"api_keys": ("sesame-open-now",)})
     assert "sesame" not in config.describe() + repr(config) + str(config)
