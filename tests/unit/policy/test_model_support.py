@@ -21,6 +21,7 @@ from engine_bridge.policy.limits.refusals import is_final, refusal, refusal_of
         ({"is_speculative": True}, []),
         ({"splits_by_expert": False}, ["expert parallelism"]),
         ({"is_recurrent": True, "is_speculative": True}, ["KV tiers"]),
+        ({"is_recurrent": True, "is_speculative": True, "undoes_drafts": False}, ["drafts"]),
         ({"reuses_kv": False, "is_recurrent": True}, ["KV tiers"]),
         ({"takes_adapters": False, "reuses_kv": False}, ["adapters", "KV tiers"]),
     ],
@@ -37,11 +38,6 @@ def test_what_a_model_cannot_have_follows_from_its_facts(
     ("facts", "says", "helps"),
     [
         ({"missing_operation": "odd_scan"}, "lacks the operation odd_scan", "--device"),
-        (
-            {"is_recurrent": True, "is_speculative": True, "undoes_drafts": False},
-            "answers would be wrong",
-            "--speculative-config",
-        ),
         ({"generates": False}, "generates no text", "--embedding-model"),
         ({"has_encoder": True}, "by an encoder", "that generates text"),
     ],
