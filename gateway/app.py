@@ -457,9 +457,15 @@ async def _done(what: str, work: Awaitable[object]) -> None:
 
 def _certificate(config: Config) -> Certificate | None:
     """Return the certificate; None if the server speaks plain HTTP. Raises StartupError."""
-    if config.ssl_certfile is None or config.ssl_keyfile is None:
+    if config.ssl_certfile is None:
         return None
-    return Certificate(config.ssl_certfile, config.ssl_keyfile)
+    return Certificate(
+        config.ssl_certfile,
+        config.ssl_keyfile,
+        ca_certs=config.ssl_ca_certs,
+        cert_reqs=config.ssl_cert_reqs,
+        ciphers=config.ssl_ciphers,
+    )
 
 
 def run(config: Config) -> NoReturn:

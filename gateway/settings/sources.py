@@ -39,6 +39,7 @@ OTHER_ENV_NAMES = frozenset({"OVERTURE_URL", "OVERTURE_API_KEY", "OVERTURE_CONFI
 # The key of `vllm serve`, where none is given by a setting: whoever comes from there has a server that is closed, and it stays closed.
 _VLLM_KEY = "VLLM_API_KEY"
 _NAMES_OF_KEYS = ("api_keys", "operator_keys", "api_key_file")
+_OF_TLS = ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers")
 TEMPLATES = ("chat_template", "rerank_chat_template")
 _MODULE_AND_NAME = re.compile(r"[\w.]+:[\w.]+")
 _HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}")
@@ -107,6 +108,7 @@ def _check(config: Config) -> None:
         "oidc_client_secret_file",
         "ssl_certfile",
         "ssl_keyfile",
+        "ssl_ca_certs",
     ):
         _check_is_file(config, name)
     for name in TEMPLATES:
@@ -244,8 +246,12 @@ def _check_engine(config: Config) -> None:
             raise ConfigError(f"{name}: {error} ({source})") from error
     if config.adapters == "off" and config.lora_modules:
         raise ConfigError("lora_modules: an adapter is named, and adapters is off: take one of them away")
-    if (config.ssl_certfile is None) is not (config.ssl_keyfile is None):
-        raise ConfigError("ssl_certfile and ssl_keyfile go together: give both, or neither")
+    if config.ssl_certfile is None and any(getattr(config, name) for name in _OF_TLS):
+        raise ConfigError(f"{', '.join(_OF_TLS)}: they are for HTTPS, which needs ssl_certfile, too")
+    if config.ssl_cert_reqs == 2 and config.ssl_ca_certs is None:
+        raise ConfigError(
+            "ssl_cert_reqs: clients' certificates are checked by those in ssl_ca_certs: give that, too"
+        )
     if config.uds is not None and config.ssl_certfile is not None:
         raise ConfigError("uds: a Unix socket has no TLS: take ssl_certfile and ssl_keyfile away")
 

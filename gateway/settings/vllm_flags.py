@@ -104,7 +104,6 @@ LEFT_OUT: Mapping[str, str] = {
     "--cohere-format": "Cohere's API is not served",
     "--fingerprint-mode": "system_fingerprint has the version and a digest of the settings",
     "--fingerprint-value": "system_fingerprint has the version and a digest of the settings",
-    "--ssl-ca-certs": "clients identify themselves with keys: see --api-key-file",
 } | dict.fromkeys(
     (
         "--data-parallel-supervisor-port",
@@ -114,15 +113,13 @@ LEFT_OUT: Mapping[str, str] = {
     ),
     "one process serves all connections here; for several engines give --nodes",
 )
-# Those that ask for another kind of server, or for a closed door that would stand open.
+# Those that ask for another kind of server, or for a door that would stand open.
 REFUSED: Mapping[str, str] = {
     "--headless": "a node of a cluster is started with `overture node`",
     "--grpc": "the server speaks HTTP and websockets",
     "--grpc-port": "the server speaks HTTP and websockets",
     "--tokens-only": "the server renders conversations itself, and splits them into tokens",
     "--middleware": "the server is no ASGI application that middleware could wrap",
-    "--ssl-cert-reqs": "clients identify themselves with keys: see --api-key-file",
-    "--ssl-ciphers": "the ciphers are those of Python's defaults; a reverse proxy can offer others",
     "--tool-parser-plugin": "parsers are chosen among those that vLLM brings: see --tool-parser",
 }
 # Those of `ALWAYS`, `LEFT_OUT` and `REFUSED` that have a value behind them; the others are switches.
@@ -130,9 +127,9 @@ _WITH_VALUE = frozenset(
     """
     --max-log-len --disable-access-log-for-endpoints --allowed-methods --allowed-headers
     --api-server-count --tool-server --sse-keep-alive-interval --h11-max-incomplete-event-size --h11-max-header-count --response-role
-    --tool-strict-level --anthropic-disabled-thinking-effort --cohere-format --fingerprint-mode --fingerprint-value --ssl-ca-certs
+    --tool-strict-level --anthropic-disabled-thinking-effort --cohere-format --fingerprint-mode --fingerprint-value
     --data-parallel-supervisor-port --dp-supervisor-probe-interval-s --dp-supervisor-probe-timeout-s --dp-supervisor-probe-failure-threshold
-    --grpc-port --middleware --ssl-cert-reqs --ssl-ciphers --tool-parser-plugin
+    --grpc-port --middleware --tool-parser-plugin
     """.split()
 )
 SHORT: Mapping[str, str] = {
@@ -163,7 +160,7 @@ SHORT: Mapping[str, str] = {
 _LEVEL = re.compile(r"-O(?:=?(\w+))?")
 # One field of a flag that has a JSON object, such as --compilation-config.mode=3. -> the flag, the field, the value behind "=".
 _FIELD = re.compile(r"(--?[A-Za-z][\w-]*)\.([^=]+)(?:=(.*))?", re.DOTALL)
-# Values with which a flag of `LEFT_OUT` or `REFUSED` says what is so anyway. CERT_NONE and CERT_OPTIONAL let in clients that have no certificate.
+# Values with which a flag of `LEFT_OUT` or `REFUSED` says what is so anyway.
 _SO_ANYWAY: Mapping[str, tuple[str, ...]] = {
     "--api-server-count": ("1",),
     "--response-role": ("assistant",),
@@ -171,7 +168,6 @@ _SO_ANYWAY: Mapping[str, tuple[str, ...]] = {
     "--anthropic-disabled-thinking-effort": ("auto",),
     "--fingerprint-mode": ("full",),
     "--sse-keep-alive-interval": ("0",),
-    "--ssl-cert-reqs": ("0", "1"),
 }
 # Of vLLM's flags in `SEVERAL`, the one behind which a single word stands: a JSON list.
 _ONE_WORD = "--allowed-origins"

@@ -178,7 +178,14 @@ SWITCHES = (
     "--trust-remote-code",
     "--enable-prefix-caching",
 )
-FILES = ("--ssl-certfile", "--ssl-keyfile", "--chat-template")
+FILES = (
+    "--ssl-certfile",
+    "--ssl-keyfile",
+    "--ssl-ca-certs",
+    "--ssl-cert-reqs",
+    "--ssl-ciphers",
+    "--chat-template",
+)
 
 
 def rows(heading: str) -> list[tuple[list[str], list[str]]]:
@@ -273,7 +280,7 @@ def test_none_of_our_own_flags_is_taken_for_vllms() -> None:
         (["--log-level", "INFO", "--uvicorn-log-level=trace"], ["--log-level=info", "--log-level=debug"]),
         (["--no-enable-lora", "m"], ["--adapters=off", "m"]),
         (["--no-enable-log-outputs", "--seed", "1"], ["--seed", "1"]),
-        (["--response-role", "assistant", "-asc=1", "--ssl-cert-reqs", "0", "m"], ["m"]),
+        (["--response-role", "assistant", "-asc=1", "m"], ["m"]),
         (["--max-log-len", "100", "m"], ["m"]),
         (["--allowed-origins", '["*"]', "m"], ["--cors-origin", "*", "m"]),
         (["--kv-cache-memory-bytes", "1.5g", "m"], ["--kv-cache-gib=1.3969838619232178", "m"]),
@@ -341,7 +348,7 @@ def test_the_command_says_what_is_left_out_and_goes_on() -> None:
     assert done.stderr.startswith("overture: --enable-log-requests changes nothing here: prompts are never")
 
 
-@pytest.mark.parametrize("line", ["--headless", "--middleware a.b", "--ssl-cert-reqs 2", "--ssl-ciphers=x"])
+@pytest.mark.parametrize("line", ["--headless", "--middleware a.b", "--grpc-port=3"])
 def test_a_flag_that_asks_for_another_server_is_refused_with_the_reason(line: str) -> None:
     with pytest.raises(FlagRefusal, match=r"^--[a-z-]+: ..."):
         translate(line.split(), OWN, engine_arguments)
