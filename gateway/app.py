@@ -140,6 +140,7 @@ def engine_config(config: Config) -> EngineConfig:
         "weights_memory": config.weights_memory,
         "kernel_cache": config.kernel_cache,
         "reasoning_parser": config.reasoning_parser,
+        "parser_plugins": config.parser_plugins,
     }
     found = {"device": device, "dtype": dtype, "enable_lora": config.adapters != "off"}
     return EngineConfig(**values | found | own)

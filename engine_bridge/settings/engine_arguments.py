@@ -54,13 +54,7 @@ LEFT_OUT = _each(
     ),
 )
 # What asks for another kind of server.
-RULED_OUT = _each(
-    ("runner convert", _TEXT),
-    (
-        "reasoning_parser_plugin",
-        "parsers are chosen among those that vLLM brings: see --reasoning-parser",
-    ),
-)
+RULED_OUT = _each(("runner convert", _TEXT))
 _KINDS_OF_TEXT = {"runner": ("auto", "generate"), "convert": ("auto", "none")}
 # Values with which what is left out is as it is anyway.
 _SO_ANYWAY: Mapping[str, tuple[str, ...]] = {

@@ -308,6 +308,8 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     log_stats: bool = True
     reasoning_parser: str = AUTO
     """vLLM's parser of the model's reasoning, AUTO for that of the model's family, or NONE."""
+    parser_plugins: tuple[str, ...] = ()
+    """Modules with parsers of the operator's own, by name or as files."""
     chat_template: str | None = None
     """The operator's template; None: the model's own."""
 

@@ -203,7 +203,8 @@ def at_start(config: Config) -> tuple[list[DoctorFinding], list[DoctorFinding]]:
 
 
 def _parsers(config: Config) -> dict[str, str]:
-    return {"tool": config.tool_parser, "reasoning": config.reasoning_parser}
+    """Return the parsers that were set, of which vLLM has each; none with a plugin, which may bring any."""
+    return {} if config.parser_plugins else {"tool": config.tool_parser, "reasoning": config.reasoning_parser}
 
 
 def _detected_device() -> str:

@@ -120,7 +120,6 @@ REFUSED: Mapping[str, str] = {
     "--grpc-port": "the server speaks HTTP and websockets",
     "--tokens-only": "the server renders conversations itself, and splits them into tokens",
     "--middleware": "the server is no ASGI application that middleware could wrap",
-    "--tool-parser-plugin": "parsers are chosen among those that vLLM brings: see --tool-parser",
 }
 # Those of `ALWAYS`, `LEFT_OUT` and `REFUSED` that have a value behind them; the others are switches.
 _WITH_VALUE = frozenset(
@@ -129,7 +128,7 @@ _WITH_VALUE = frozenset(
     --api-server-count --tool-server --sse-keep-alive-interval --h11-max-incomplete-event-size --h11-max-header-count --response-role
     --tool-strict-level --anthropic-disabled-thinking-effort --cohere-format --fingerprint-mode --fingerprint-value
     --data-parallel-supervisor-port --dp-supervisor-probe-interval-s --dp-supervisor-probe-timeout-s --dp-supervisor-probe-failure-threshold
-    --grpc-port --middleware --tool-parser-plugin
+    --grpc-port --middleware
     """.split()
 )
 SHORT: Mapping[str, str] = {

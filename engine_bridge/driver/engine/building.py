@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_bridge.driver.corrections import cpu_steps, renderer, state_blocks
+from engine_bridge.driver.engine.parser_plugins import load_plugins
 from engine_bridge.driver.vllm_api.features import (
     EMBEDS_TOKEN,
     HALF_CHARACTERS,
@@ -145,6 +146,7 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
     if config.enable_prompt_embeds and EMBEDS_TOKEN not in off:
         renderer.add_no_token()
     admission.install(config.grammar_bytes)
+    load_plugins(config.parser_plugins)
     args = engine_args(config, tiers, off)
     args.reasoning_config = reasoning_config(args, config.reasoning_parser, config.chat_template)
     if tiers is not None:
