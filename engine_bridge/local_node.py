@@ -147,7 +147,14 @@ class LocalNode:
         self._stage = "starting the check of grammars"
         self._grammars = grammars = await asyncio.to_thread(checker_of, engine, config.limits)
         self._client = BridgeEngineClient(
-            self._thread, engine, grammars, self._streams, self._catalog, self._lengths, config.limits
+            self._thread,
+            engine,
+            grammars,
+            self._streams,
+            self._catalog,
+            self._lengths,
+            config.limits,
+            has_prompt_logprobs=config.engine.has_prompt_logprobs,
         )
         self._tokenizer = await asyncio.to_thread(prepare_renderer, self._client, config, off)
         options = await asyncio.to_thread(

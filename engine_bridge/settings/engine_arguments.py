@@ -47,6 +47,12 @@ LEFT_OUT = _each(
     ("pooler_config", _TEXT),
     ("skip_tokenizer_init", "the server renders conversations itself, and splits them into tokens"),
     ("scheduler_cls disable_log_stats kv_events_config", _OWN),
+    (
+        "max_num_queued_reqs max_num_queued_tokens",
+        "each key has bounds of its own: see --max-concurrent-requests",
+    ),
+    ("aggregate_engine_logging", "the log has no periodic figures; /metrics has them"),
+    ("profiler_config", "there is no /start_profile; `overture profile` measures the engine"),
     ("use_tqdm_on_load", "the log says how far the start has come"),
     (
         "allowed_local_media_path enable_mm_embeds",

@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 from engine_bridge.policy.adapters import adapter_cache
 from engine_bridge.policy.limits.grammar_room import MIB, default_room_bytes
 from engine_bridge.policy.scheduling import lanes, policies
+from engine_bridge.settings.engine_arguments import named
 from engine_bridge.settings.parser_choice import AUTO
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -317,6 +318,12 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     def needs_adapters(self) -> bool:
         """Whether the user has asked for adapters, so that a server without them would be no help."""
         return self.adapters == "on" or bool(self.lora_modules)
+
+    @property
+    def has_prompt_logprobs(self) -> bool:
+        """Whether vLLM knows log probabilities of prompts: not where layers that share others' KV skip all but a prompt's last token."""
+        skips = named(self.engine_args).get("kv_sharing_fast_prefill", "false")
+        return skips.lower() in ("false", "0")
 
     @property
     def kv_cache_bytes(self) -> int | None:

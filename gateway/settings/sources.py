@@ -38,6 +38,8 @@ DEFAULT_CONFIG_FILE = "overture.toml"
 OTHER_ENV_NAMES = frozenset({"OVERTURE_URL", "OVERTURE_API_KEY", "OVERTURE_CONFIG"})
 # The key of `vllm serve`, where none is given by a setting: whoever comes from there has a server that is closed, and it stays closed.
 _VLLM_KEY = "VLLM_API_KEY"
+# By this `vllm serve` lets clients load adapters, where it is 1 or true.
+_VLLM_LOADING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 _NAMES_OF_KEYS = ("api_keys", "operator_keys", "api_key_file")
 _OF_TLS = ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers")
 TEMPLATES = ("chat_template", "rerank_chat_template")
@@ -88,6 +90,8 @@ def load_config(
             sources[name] = source
     if (key := environ.get(_VLLM_KEY)) and not any(values.get(name) for name in _NAMES_OF_KEYS):
         values["api_keys"], sources["api_keys"] = (key,), f"env {_VLLM_KEY}"
+    if _to_bool(environ.get(_VLLM_LOADING, "")) is True and "allow_adapter_loading" not in values:
+        values["allow_adapter_loading"], sources["allow_adapter_loading"] = True, f"env {_VLLM_LOADING}"
     config = Config(**values, sources=sources)
     _check(config)
     if needs_key_file:

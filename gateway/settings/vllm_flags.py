@@ -23,6 +23,7 @@ RENAMED: Mapping[str, str] = {
     "--otlp-traces-endpoint": "--otlp-endpoint",
     "--device-memory-utilization": "--gpu-memory-utilization",
     "--kv-offloading-size": "--kv-host-gib",
+    "--shutdown-timeout": "--drain-timeout-s",
     "--kv-cache-memory-bytes": "--kv-cache-gib",
     "-q": "--quantization",
 }

@@ -168,6 +168,11 @@ _ERRORS = (
     ),
     (r"Value error, ([^\[]* is no longer supported)", "vLLM cannot serve this model: {0}", OTHER_MODEL),
     (
+        r"(torch\.\w+ is not supported for quantization method [\w-]+\. Supported dtypes: \[[^\]]*\])",
+        "{0}",
+        "Choose another --dtype",
+    ),
+    (
         r"validation error for VllmConfig\s+Value error, (.*?) \[type=",
         "vLLM cannot set this model up on this device: {0}",
         ANOTHER_DEVICE,

@@ -110,6 +110,19 @@ def test_vllm_leaves_stop_strings_and_bad_words_to_the_settings(monkeypatch: pyt
         assert int(environment[name]) > 1024
 
 
+def test_what_the_environment_says_for_vllms_own_processes_is_not_for_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_MEDIA_CONNECTOR": "http", "VLLM_PORT": "1"}
+    monkeypatch.setattr(building, "_set", {})
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    building.configure_environment(demo())
+    monkeypatch.undo()
+    assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert environment["VLLM_MEDIA_CONNECTOR"] == "given" and environment["VLLM_PORT"] == "1"
+
+
 def test_on_a_gpu_vllm_chooses_how_many_requests_a_batch_holds() -> None:
     for device, wished, batch, sure in (
         ("cpu", None, 64, 64),

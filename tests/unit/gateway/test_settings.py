@@ -193,6 +193,13 @@ def test_the_key_in_vllms_variable_closes_the_server_where_no_setting_gives_one(
     assert not load(environ={"VLLM_API_KEY": ""}).has_api_keys
 
 
+def test_adapters_are_loaded_over_http_where_the_environment_of_vllm_serve_allows_it() -> None:
+    environ = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+    assert load(environ=environ).allow_adapter_loading
+    assert not load({"allow_adapter_loading": False}, environ).allow_adapter_loading
+    assert not load(environ={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0"}).allow_adapter_loading
+
+
 def test_a_hubs_token_is_not_shown_among_the_engines_arguments() -> None:
     for name in ("hf_token", "hf-token", "--hf-token"):
         config = load({"engine_args": (f"{name}=hf_x1y2z3", "cpu_offload_gb=4")})

@@ -71,6 +71,13 @@ def test_a_model_that_cannot_be_served_is_refused_with_what_to_do(
         ),
         ("Unsupported CPU attention configuration: head_dim=40 isa=1", "head_dim=40", "--device", True),
         (
+            "ValidationError: 1 validation error for VllmConfig\n  Value error, torch.float32 is not supported for quantization method fp8. "
+            "Supported dtypes: [torch.bfloat16, torch.float16] [type=value_error, input_value=...]",
+            "Supported dtypes: [torch.bfloat16, torch.float16]",
+            "--dtype",
+            True,
+        ),
+        (
             "TypeError: CPUAttentionBackendImpl.__init__() got an unexpected keyword argument 'odd_window'",
             "asks of it: odd_window",
             "--device",
