@@ -388,6 +388,8 @@ class Config(TlsSettings, frozen=True, kw_only=True):
             if path is not None and not getattr(self, f"{setting_name}_name"):
                 name = path.rstrip("/").rsplit("/", 1)[-1]
                 msgspec.structs.force_setattr(self, f"{setting_name}_name", name)
+        if self.root_path:
+            msgspec.structs.force_setattr(self, "root_path", f"/{self.root_path.strip('/')}".rstrip("/"))
         if self.adapters_dir is None and self.is_demo_model:
             msgspec.structs.force_setattr(self, "adapters_dir", DEMO_ADAPTERS_DIR)
         if self.cluster_token_file is None:

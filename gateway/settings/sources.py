@@ -240,7 +240,6 @@ def _check_engine(config: Config) -> None:
         "default_chat_template_kwargs": lambda: _check_template_arguments(
             _object(config.default_chat_template_kwargs)
         ),
-        "root_path": lambda: _checked_root(config.root_path),
     }
     for name, check in checks.items():
         try:
@@ -307,11 +306,6 @@ def _check_template_arguments(given: Mapping[str, Any]) -> None:
     """Refuse what vLLM sets itself for each conversation. Raises ValueError."""
     if names := sorted({"chat_template", "tokenize"} & given.keys()):
         raise ValueError(f"{names[0]} is no argument that a chat template gets: see --chat-template")
-
-
-def _checked_root(path: str) -> None:
-    if path and (not path.startswith("/") or path.endswith("/")):
-        raise ValueError(f"expected a path such as /llm, got {path!r}")
 
 
 def _check_cluster(config: Config) -> None:

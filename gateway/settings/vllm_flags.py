@@ -158,6 +158,8 @@ SHORT: Mapping[str, str] = {
 }
 # vLLM's -O3, -O=3 or -O 3. -> its flag with a name.
 _LEVEL = re.compile(r"-O(?:=?(\w+))?")
+# A value behind a flag of one letter: -qfp8, -n2.
+_JOINED = re.compile(r"^(-[nqr])(?=[^=-])(.+)$", re.DOTALL)
 # One field of a flag that has a JSON object, such as --compilation-config.mode=3. -> the flag, the field, the value behind "=".
 _FIELD = re.compile(r"(--?[A-Za-z][\w-]*)\.([^=]+)(?:=(.*))?", re.DOTALL)
 # Values with which a flag of `LEFT_OUT` or `REFUSED` says what is so anyway.
@@ -169,6 +171,16 @@ _SO_ANYWAY: Mapping[str, tuple[str, ...]] = {
     "--fingerprint-mode": ("full",),
     "--sse-keep-alive-interval": ("0",),
 }
+# Our flags whose value vLLM takes for none where it is empty or "None", as scripts and YAML files write it. Not --api-key: its door would be open.
+_MAY_BE_NONE = frozenset(
+    """
+    --host --uds --root-path --ssl-certfile --ssl-keyfile --ssl-ca-certs --ssl-ciphers --otlp-endpoint
+    --chat-template --tool-parser --reasoning-parser --tool-parser-plugin --reasoning-parser-plugin --default-chat-template-kwargs
+    --served-model-name --quantization --revision --download-dir --speculative-config
+    --max-model-len --max-num-seqs --max-num-batched-tokens --block-size --kv-cache-gib --kv-host-gib
+    """.split()
+)
+_NONE = ("", "None")
 # Of vLLM's flags in `SEVERAL`, the one behind which a single word stands: a JSON list.
 _ONE_WORD = "--allowed-origins"
 
@@ -283,11 +295,12 @@ def _whole(words: Iterable[str]) -> list[str]:
                 fields = fields[name]
             value = field[3] if field[3] is not None else left.pop(0)
             if last.endswith("+"):  # entries of a list
-                fields[last[:-1]] = [*fields.get(last[:-1], ()), *value.split(",")]
+                before = fields.get(last[:-1])
+                fields[last[:-1]] = [*(before if isinstance(before, list) else ()), *value.split(",")]
             else:
                 fields[last] = _plain(value)
         else:
-            made.append(word)
+            made.append(_JOINED.sub(r"\1=\2", word))
     return [*made, *(f"{name}={json.dumps(fields)}" for name, fields in objects.items()), *left]
 
 
@@ -312,7 +325,8 @@ def _translated(
     if name in SEVERAL:
         values = [value] if value is not None else left[:1] if name == _ONE_WORD else _taken(left)
         del left[: value is None and name == _ONE_WORD]
-        return [word for each in values for part in _parts(each) for word in (SEVERAL[name], part)]
+        parts = [part for each in values for part in _parts(each) if part not in _NONE]
+        return [word for part in parts for word in (SEVERAL[name], part)]
     if name in RENAMED:
         name = RENAMED[name]
     elif name not in own:
@@ -320,6 +334,10 @@ def _translated(
             return []
         if (pair := _as_argument(flag, left, arguments())) is not None:
             return ["--engine-arg", pair]
+    given = value if value is not None else next(iter(left), None)
+    if name in _MAY_BE_NONE and given in _NONE:
+        del left[: value is None]
+        return []
     if value is None and left and (flag.name in (*_LARGE_NUMBERS, _IN_BYTES) or name in _SAME_VALUES):
         value = left.pop(0)
     if value is not None:

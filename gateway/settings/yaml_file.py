@@ -65,7 +65,8 @@ def _flags(values: dict[str, Any], given: set[str]) -> Iterator[str]:
             case []:
                 pass
             case list():
-                yield from (f"--{name}", *map(str, value))
+                yield f"--{name}"
+                yield from (json.dumps(each) if isinstance(each, dict) else str(each) for each in value)
             case dict():
                 yield from (f"--{name}", json.dumps(value))
             case _:

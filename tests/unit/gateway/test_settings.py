@@ -200,6 +200,12 @@ def test_adapters_are_loaded_over_http_where_the_environment_of_vllm_serve_allow
     assert not load(environ={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0"}).allow_adapter_loading
 
 
+@pytest.mark.parametrize("written", ["/llm", "/llm/", "llm"])
+def test_a_path_under_a_proxy_begins_with_a_slash_and_ends_with_none(written: str) -> None:
+    assert load({"root_path": written}).root_path == "/llm"
+    assert load({"root_path": "/"}).root_path == ""
+
+
 def test_a_hubs_token_is_not_shown_among_the_engines_arguments() -> None:
     for name in ("hf_token", "hf-token", "--hf-token"):
         config = load({"engine_args": (f"{name}=hf_x1y2z3", "cpu_offload_gb=4")})
