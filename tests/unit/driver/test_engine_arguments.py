@@ -14,6 +14,7 @@ from engine_bridge.driver.engine import building
 from engine_bridge.driver.engine.building import engine_args
 from engine_bridge.driver.engine.engine_arguments import typed
 from engine_bridge.driver.engine.model_facts import configuration_of, missing_operation, told
+from engine_bridge.driver.engine.thinking import reasoning_config
 from engine_bridge.driver.vllm_api.argument_names import engine_arguments
 from engine_bridge.policy.limits.model_support import UnusableModel
 from engine_bridge.protocol.errors import InvalidRequest
@@ -284,6 +285,16 @@ def test_what_cannot_be_set_is_refused_with_the_reason() -> None:
     ):
         with pytest.raises(ValueError, match=reason):
             parse(pairs, {"seed": "--seed"})
+
+
+def test_the_words_that_end_a_thought_may_be_the_operators_own() -> None:
+    """They were replaced by the parser's."""
+    words = {"reasoning_start_str": "Let me see.", "reasoning_end_str": "That is enough."}
+    args = engine_args(demo(engine_args=(f"reasoning_config={json.dumps(words)}",)), None)
+    for wished in ("none", "qwen3"):
+        found = reasoning_config(args, wished, None)
+        assert found is not None and found.reasoning_end_str == "That is enough."
+    assert reasoning_config(engine_args(demo(), None), "none", None) is None
 
 
 def test_of_an_argument_that_is_given_twice_the_last_one_counts() -> None:
