@@ -6,6 +6,7 @@ adds its own to them; flags, environment and file follow from the declaration.
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -318,6 +319,14 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     def needs_adapters(self) -> bool:
         """Whether the user has asked for adapters, so that a server without them would be no help."""
         return self.adapters == "on" or bool(self.lora_modules)
+
+    @property
+    def is_all_here(self) -> bool:
+        """Whether the model, its tokenizer and its drafts are folders of this machine, so that no hub need be asked for any."""
+        given, drafts = named(self.engine_args), json.loads(self.speculative_config or "{}")
+        others = [given.get(name) for name in ("tokenizer", "hf_config_path", "spec_model")]
+        others.append(drafts.get("model") if isinstance(drafts, dict) else None)
+        return all(Path(each).exists() for each in (self.model, *others) if each)
 
     @property
     def has_prompt_logprobs(self) -> bool:

@@ -9,7 +9,6 @@ import os
 import sys
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_bridge.driver.corrections import cpu_steps, renderer, state_blocks
@@ -66,7 +65,7 @@ def configure_environment(config: EngineConfig) -> None:
         "VLLM_MAX_STOP_STRINGS": str(1 << 16),
         "VLLM_MAX_NUM_BAD_WORDS": str(1 << 16),
         "VLLM_MAX_IMAGE_PIXELS": str(int(1e6 * config.max_image_mpixels)),
-        "HF_HUB_OFFLINE": "1" if Path(config.model).exists() else "0",
+        "HF_HUB_OFFLINE": "1" if config.is_all_here else "0",
         "TOKENIZERS_PARALLELISM": "false",
         # torch's C++ side warns at every start about memory policies that no user asked to change.
         "TORCH_CPP_LOG_LEVEL": "ERROR",

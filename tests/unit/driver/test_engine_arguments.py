@@ -124,6 +124,22 @@ def test_what_the_environment_says_for_vllms_own_processes_is_not_for_this_one(
     assert environment["VLLM_MEDIA_CONNECTOR"] == "given" and environment["VLLM_PORT"] == "1"
 
 
+@pytest.mark.parametrize(
+    ("settings", "is_here"),
+    [
+        ({}, True),
+        ({"speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}'}, True),
+        ({"speculative_config": f'{{"model": "{DEMO_MODEL_DIR}"}}'}, True),
+        ({"speculative_config": '{"model": "someone/drafts"}'}, False),
+        ({"engine_args": ("tokenizer=someone/tokenizer",)}, False),
+        ({"model": "someone/model"}, False),
+    ],
+)
+def test_a_hub_is_asked_where_not_all_of_a_model_is_a_folder(settings: Any, is_here: bool) -> None:
+    """With a model of this machine and drafts of a hub's the start ended: the hub was never asked."""
+    assert demo(**settings).is_all_here is is_here
+
+
 def test_on_a_gpu_vllm_chooses_how_many_requests_a_batch_holds() -> None:
     for device, wished, batch, sure in (
         ("cpu", None, 64, 64),
