@@ -17,6 +17,7 @@ from engine_bridge.policy.adapters import adapter_cache
 from engine_bridge.policy.limits.grammar_room import MIB, default_room_bytes
 from engine_bridge.policy.scheduling import lanes, policies
 from engine_bridge.settings.engine_arguments import named
+from engine_bridge.settings.lora_modules import is_of_hub, parse_lora_modules
 from engine_bridge.settings.parser_choice import AUTO
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -241,7 +242,10 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
         in_adapters("Serve LoRA adapters; auto: where this model can have them on this device."),
     ] = "auto"
     lora_modules: Annotated[
-        tuple[NonEmpty, ...], in_adapters("An adapter in addition to those of the folder, as NAME=FOLDER.")
+        tuple[NonEmpty, ...],
+        in_adapters(
+            "An adapter in addition to those of the folder, as NAME=FOLDER, or NAME=REPOSITORY of a hub."
+        ),
     ] = ()
     max_loras: Annotated[
         int,
@@ -322,7 +326,9 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
 
     @property
     def is_all_here(self) -> bool:
-        """Whether the model, its tokenizer and its drafts are folders of this machine, so that no hub need be asked for any."""
+        """Whether the model, its tokenizer, its drafts and adapters are folders of this machine, so that no hub need be asked for any."""
+        if any(is_of_hub(place) for _, place in parse_lora_modules(self.lora_modules)):
+            return False
         given, drafts = named(self.engine_args), json.loads(self.speculative_config or "{}")
         others = [given.get(name) for name in ("tokenizer", "hf_config_path", "spec_model")]
         others.append(drafts.get("model") if isinstance(drafts, dict) else None)

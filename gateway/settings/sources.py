@@ -25,9 +25,9 @@ from engine_bridge.adapters.errors import quoted
 from engine_bridge.adapters.names import problem_as_text
 from engine_bridge.settings import engine_arguments
 from engine_bridge.settings.engine_config import EngineSettings
+from engine_bridge.settings.lora_modules import is_of_hub, parse_lora_modules
 from gateway.settings.config import SETTINGS, Config, ConfigError, default_data_dir
 from gateway.settings.declared import ENV_PREFIX, SECRET_SETTINGS, Setting
-from gateway.settings.lora_modules import parse_lora_modules
 from gateway.settings.priorities import parse_weights
 from gateway.tools.addresses import parse_mcp_servers
 
@@ -287,7 +287,7 @@ def _check_beside(config: Config, setting_name: str, others: Mapping[str, Sequen
 
 def _check_folders(lora_modules: Iterable[str]) -> None:
     for name, path in parse_lora_modules(lora_modules):
-        if not Path(path).is_dir():
+        if not is_of_hub(path) and not Path(path).is_dir():
             raise ValueError(f"there is no folder {path} for the adapter {name}")
 
 

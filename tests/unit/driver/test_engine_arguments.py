@@ -133,6 +133,8 @@ def test_what_the_environment_says_for_vllms_own_processes_is_not_for_this_one(
         ({"speculative_config": '{"model": "someone/drafts"}'}, False),
         ({"engine_args": ("tokenizer=someone/tokenizer",)}, False),
         ({"model": "someone/model"}, False),
+        ({"lora_modules": ("mine=someone/adapter",)}, False),
+        ({"lora_modules": (f"mine={DEMO_MODEL_DIR.parent / 'adapters' / 'pirate'}",)}, True),
     ],
 )
 def test_a_hub_is_asked_where_not_all_of_a_model_is_a_folder(settings: Any, is_here: bool) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine_bridge.protocol.errors import InvalidRequest
 from gateway.errors import GatewayError
 from gateway.settings.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR, Config, ConfigError
 from gateway.settings.data_folder import tighten
@@ -204,6 +205,26 @@ def test_adapters_are_loaded_over_http_where_the_environment_of_vllm_serve_allow
 def test_a_path_under_a_proxy_begins_with_a_slash_and_ends_with_none(written: str) -> None:
     assert load({"root_path": written}).root_path == "/llm"
     assert load({"root_path": "/"}).root_path == ""
+
+
+def test_an_adapter_of_a_hub_is_served_from_the_hubs_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gateway.app import node_config
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    config = load({"lora_modules": ("mine=someone/adapter", f"own={tmp_path}")})
+    with pytest.raises(
+        InvalidRequest, match="someone/adapter is no folder here, and the hub does not give it"
+    ):
+        node_config(config)
+    repository = tmp_path / "models--someone--adapter"
+    version = repository / "snapshots" / ("a" * 40)
+    version.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a" * 40)
+    assert node_config(config).adapters == (("mine", str(version)), ("own", str(tmp_path)))
 
 
 def test_a_hubs_token_is_not_shown_among_the_engines_arguments() -> None:
