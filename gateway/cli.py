@@ -104,8 +104,9 @@ class SettingsCommand(click.Command):
         own = [name for param in self.params for name in (*param.opts, *param.secondary_opts)]
         try:
             takes_model = any(isinstance(param, click.Argument) for param in self.params)
-            args = with_lines_of_file(args)
-            line = translate(args, own, engine_arguments, needs_model=takes_model, say=_say)
+            whole = with_lines_of_file(args)
+            takes_model &= whole == args  # a list of a file's ends there
+            line = translate(whole, own, engine_arguments, needs_model=takes_model, say=_say)
             return super().parse_args(ctx, line)
         except (FlagRefusal, YamlRefusal) as error:
             raise click.UsageError(f"{error} (docs/from-vllm.md)", ctx) from error

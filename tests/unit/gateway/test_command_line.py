@@ -388,6 +388,9 @@ def test_the_config_file_of_vllm_serve_is_taken_and_flags_win(tmp_path: Path) ->
     ):
         assert re.search(f"^{expected}", said, re.MULTILINE), expected
     assert re.search(r"^port +8123 ", shown("demo/model", f"--config={file}"), re.MULTILINE)
+    file.write_text("served-model-name: [a, b]\nquantization: null\n", encoding="utf-8")
+    said = shown("--config", str(file))
+    assert re.search(r"served_model_aliases +b ", said) and re.search(r"quantization +unset", said)
     for text, why in (("[1]", "holds no flags"), ("a: [", "cannot read")):
         file.write_text(text, encoding="utf-8")
         assert why in run("config", "--config", str(file)).stderr
