@@ -51,6 +51,7 @@ LEFT_OUT = _each(
         "max_num_queued_reqs max_num_queued_tokens",
         "each key has bounds of its own: see --max-concurrent-requests",
     ),
+    ("logging_config log_config_file", "the log is the server's own: see --log-level and --log-format"),
     ("aggregate_engine_logging", "the log has no periodic figures; /metrics has them"),
     ("profiler_config", "there is no /start_profile; `overture profile` measures the engine"),
     ("use_tqdm_on_load", "the log says how far the start has come"),
