@@ -61,8 +61,12 @@ LEFT_OUT = _each(
     ),
 )
 # What asks for another kind of server.
-RULED_OUT = _each(("runner convert", _TEXT))
-_KINDS_OF_TEXT = {"runner": ("auto", "generate"), "convert": ("auto", "none")}
+RULED_OUT = _each(("runner convert mm_encoder_only", _TEXT))
+_KINDS_OF_TEXT = {
+    "runner": ("auto", "generate"),
+    "convert": ("auto", "none"),
+    "mm_encoder_only": ("false",),
+}
 # Values with which what is left out is as it is anyway.
 _SO_ANYWAY: Mapping[str, tuple[str, ...]] = {
     "distributed_executor_backend": ("uni", "mp"),
