@@ -92,6 +92,9 @@ def load_config(
         values["api_keys"], sources["api_keys"] = (key,), f"env {_VLLM_KEY}"
     if _to_bool(environ.get(_VLLM_LOADING, "")) is True and "allow_adapter_loading" not in values:
         values["allow_adapter_loading"], sources["allow_adapter_loading"] = True, f"env {_VLLM_LOADING}"
+    if values.get("scheduling_policy") == "priority" and "client_priority" not in values:
+        # Who asks for it, as `vllm serve` has it, wishes that clients say who goes first.
+        values["client_priority"], sources["client_priority"] = True, sources["scheduling_policy"]
     config = Config(**values, sources=sources)
     _check(config)
     if needs_key_file:

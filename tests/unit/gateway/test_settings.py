@@ -207,6 +207,12 @@ def test_a_path_under_a_proxy_begins_with_a_slash_and_ends_with_none(written: st
     assert load({"root_path": "/"}).root_path == ""
 
 
+def test_with_the_policy_of_priorities_clients_may_go_before_others_unless_it_is_ruled_out() -> None:
+    assert load({"scheduling_policy": "priority"}).client_priority
+    assert not load({"scheduling_policy": "priority", "client_priority": False}).client_priority
+    assert not load({"scheduling_policy": "fcfs"}).client_priority
+
+
 def test_an_adapter_of_a_hub_is_served_from_the_hubs_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
