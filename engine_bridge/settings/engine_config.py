@@ -348,7 +348,9 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     @property
     def batch_seqs(self) -> int | None:
         """Largest number of requests in one batch, as vLLM is told; None: vLLM chooses it by the GPU."""
-        return self.max_num_seqs or (CPU_NUM_SEQS if self.device == "cpu" else None)
+        if self.max_num_seqs is not None or self.device != "cpu":
+            return self.max_num_seqs
+        return min(CPU_NUM_SEQS, self.max_num_batched_tokens or CPU_NUM_SEQS)
 
     @property
     def sure_seqs(self) -> int:

@@ -173,6 +173,11 @@ _ERRORS = (
         "Choose another --dtype",
     ),
     (
+        r"validation error for SchedulerConfig\s+Value error, (.*?) \[type=",
+        "{0}",
+        OTHER_SETTING,
+    ),
+    (
         r"validation error for VllmConfig\s+Value error, (.*?) \[type=",
         "vLLM cannot set this model up on this device: {0}",
         ANOTHER_DEVICE,

@@ -317,5 +317,12 @@ def test_the_words_that_end_a_thought_may_be_the_operators_own() -> None:
     assert reasoning_config(engine_args(demo(), None), "none", None) is None
 
 
+def test_a_batch_holds_no_more_requests_than_a_step_computes_tokens() -> None:
+    """vLLM refuses that, where both are set."""
+    assert demo(max_num_batched_tokens=32).batch_seqs == 32
+    assert demo(max_num_batched_tokens=4096).batch_seqs == 64
+    assert demo(max_num_batched_tokens=32, max_num_seqs=64).batch_seqs == 64
+
+
 def test_of_an_argument_that_is_given_twice_the_last_one_counts() -> None:
     assert parse(["cpu_offload_gb=4", "cpu-offload-gb=5"], {}) == {"cpu_offload_gb": "5"}

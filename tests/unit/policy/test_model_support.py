@@ -71,6 +71,12 @@ def test_a_model_that_cannot_be_served_is_refused_with_what_to_do(
         ),
         ("Unsupported CPU attention configuration: head_dim=40 isa=1", "head_dim=40", "--device", True),
         (
+            "ValidationError: 1 validation error for SchedulerConfig\n  Value error, odd_tokens (2) must be more [type=value_error, in",
+            "odd_tokens (2) must be more",
+            "Change the setting",
+            True,
+        ),
+        (
             "ValidationError: 1 validation error for VllmConfig\n  Value error, torch.float32 is not supported for quantization method fp8. "
             "Supported dtypes: [torch.bfloat16, torch.float16] [type=value_error, input_value=...]",
             "Supported dtypes: [torch.bfloat16, torch.float16]",
