@@ -121,9 +121,7 @@ def _without(config: EngineConfig, mechanisms: Set[Mechanism]) -> EngineConfig:
     if "pictures" in mechanisms:
         config = replace(config, max_images=0)
     if "drafts" in mechanisms:
-        others = tuple(
-            pair for pair in config.engine_args if not next(iter(named([pair]))).startswith("spec_")
-        )
+        others = tuple(pair for pair in config.engine_args if "spec_" not in next(iter(named([pair]))))
         config = replace(config, speculative_config=None, engine_args=others)
     return config
 

@@ -239,7 +239,12 @@ def test_tokens_that_cannot_be_drafted_are_computed_one_by_one_however_it_was_as
         model="m",
         served_model_name="m",
         speculative_config='{"method": "ngram"}',
-        engine_args=("spec-method=ngram", "spec_tokens=3", "stream_interval=2"),
+        engine_args=(
+            "spec-method=ngram",
+            "spec_tokens=3",
+            "stream_interval=2",
+            "per_request_spec_decode_metrics=summary",
+        ),
     )
     built = build_with_what_works(asked, None, build, needs_adapters=False)
     assert tried[1] == (None, ("stream_interval=2",))
