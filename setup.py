@@ -33,6 +33,7 @@ DEPENDENCIES = (
     "pypdf>=6",
     "python-docx>=1.2",
     "python-json-logger>=3",
+    "pyyaml>=6",
     "safetensors>=0.6.2",
     "scikit-learn>=1.6",
     "scipy>=1.14",

@@ -115,7 +115,8 @@ class LocalNode:
         self._since, self._loop = time.monotonic(), asyncio.get_running_loop()
         engine = self._config.engine
         for name, why in without_effect(named(engine.engine_args), engine.device).items():
-            log.warning("%s changes nothing here: %s", name, why)
+            if why:
+                log.warning("%s changes nothing here: %s", name, why)
         if engine.enable_sleep_mode and (never := why_never(engine)):
             log.warning("this engine cannot be put to sleep: %s", never)
         try:
@@ -146,7 +147,14 @@ class LocalNode:
         self._stage = "starting the check of grammars"
         self._grammars = grammars = await asyncio.to_thread(checker_of, engine, config.limits)
         self._client = BridgeEngineClient(
-            self._thread, engine, grammars, self._streams, self._catalog, self._lengths, config.limits
+            self._thread,
+            engine,
+            grammars,
+            self._streams,
+            self._catalog,
+            self._lengths,
+            config.limits,
+            has_prompt_logprobs=config.engine.has_prompt_logprobs,
         )
         self._tokenizer = await asyncio.to_thread(prepare_renderer, self._client, config, off)
         options = await asyncio.to_thread(

@@ -18,6 +18,7 @@ import uvloop
 from aiohttp import web
 
 from engine_bridge.calls.pictures import LARGEST_IN_A_CALL
+from engine_bridge.driver.adapters.hub import with_fetched
 from engine_bridge.driver.engine.building import configure_environment
 from engine_bridge.local_node import LocalNode
 from engine_bridge.policy.limits.model_support import Unservable
@@ -26,6 +27,7 @@ from engine_bridge.process_end import CLOSE_S, leave, leave_within, stop_collect
 from engine_bridge.protocol.errors import BridgeError
 from engine_bridge.protocol.node import Node
 from engine_bridge.settings.engine_config import Device, EngineConfig, EngineSettings
+from engine_bridge.settings.lora_modules import parse_lora_modules
 from engine_bridge.settings.node_config import LocalNodeConfig
 from engine_bridge.tracing import Traces
 from gateway.access.auth import LOCAL, KeyRing, tenant_of
@@ -99,9 +101,8 @@ from gateway.people.sign_ins import SignIns
 from gateway.people.usage import Usage
 from gateway.services import SERVICES, Services
 from gateway.sessions import PictureRoom, SessionStore
-from gateway.settings.config import MIB, Config, ConfigError
+from gateway.settings.config import MIB, Config
 from gateway.settings.logs import texts_are_ours
-from gateway.settings.lora_modules import parse_lora_modules
 from gateway.settings.priorities import parse_weights
 from gateway.settings.sources import template_of
 from gateway.tools.toolbox import toolbox_of
@@ -140,6 +141,7 @@ def engine_config(config: Config) -> EngineConfig:
         "weights_memory": config.weights_memory,
         "kernel_cache": config.kernel_cache,
         "reasoning_parser": config.reasoning_parser,
+        "parser_plugins": config.parser_plugins,
     }
     found = {"device": device, "dtype": dtype, "enable_lora": config.adapters != "off"}
     return EngineConfig(**values | found | own)
@@ -151,11 +153,11 @@ def detect_device() -> Device:
 
 
 def node_config(config: Config) -> LocalNodeConfig:
-    """Return the node's part of the settings. Raises ConfigError for a chat template that cannot be read."""
+    """Return the node's part of the settings. Raises ConfigError for a chat template that cannot be read, BridgeError for an adapter of a hub."""
     template = template_of(config, "chat_template")
     return LocalNodeConfig(
         engine=msgspec.structs.replace(engine_config(config), chat_template=template),
-        adapters=parse_lora_modules(config.lora_modules),
+        adapters=with_fetched(parse_lora_modules(config.lora_modules)),
         adapters_dir=config.adapters_dir,
         state_dir=config.data_dir,
         length_predictor=config.length_predictor,
@@ -299,7 +301,7 @@ async def _make_node(config: Config) -> Node:
             lambda: placement.nodes,
             config.data_dir,
             config.adapters_dir,
-            parse_lora_modules(config.lora_modules),
+            settings.adapters,
         )
         return Router(placement, adapters, config.routing_policy)
     if config.engine == "process":
@@ -457,9 +459,15 @@ async def _done(what: str, work: Awaitable[object]) -> None:
 
 def _certificate(config: Config) -> Certificate | None:
     """Return the certificate; None if the server speaks plain HTTP. Raises StartupError."""
-    if config.ssl_certfile is None or config.ssl_keyfile is None:
+    if config.ssl_certfile is None:
         return None
-    return Certificate(config.ssl_certfile, config.ssl_keyfile)
+    return Certificate(
+        config.ssl_certfile,
+        config.ssl_keyfile,
+        ca_certs=config.ssl_ca_certs,
+        cert_reqs=config.ssl_cert_reqs,
+        ciphers=config.ssl_ciphers,
+    )
 
 
 def run(config: Config) -> NoReturn:
@@ -496,7 +504,7 @@ async def _serve(config: Config) -> int:
                 say("going down: running answers may finish; interrupt again to cut them off")
             leave_within(config.drain_timeout_s + CLOSE_S)
             return 0 if is_up or stop.is_set() else 1
-    except (ConfigError, StartupError) as error:
+    except (StartupError, BridgeError) as error:
         say(f"error: {error}")
         return 2
 

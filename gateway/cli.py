@@ -23,6 +23,7 @@ from gateway.settings.config import SETTINGS, Config
 from gateway.settings.declared import GROUPS, Setting
 from gateway.settings.sources import load_config
 from gateway.settings.vllm_flags import FlagRefusal, nearest, translate
+from gateway.settings.yaml_file import YamlRefusal, with_lines_of_file
 from overture_client import __version__
 from overture_client.chat_command import chat
 from overture_client.completion_command import completion
@@ -67,9 +68,12 @@ _METAVARS = {
     "rerank_chat_template": "FILE",
     "rerank_engine_args": "NAME=VALUE",
     "speculative_config": "JSON",
+    "reasoning_parser_plugin": "FILE|MODULE",
+    "ssl_ca_certs": "FILE",
     "ssl_certfile": "FILE",
     "ssl_keyfile": "FILE",
     "tenant_weights": "NAME=WEIGHT",
+    "tool_parser_plugin": "FILE|MODULE",
     "served_model_aliases": "NAME",
     "trusted_proxies": "ADDRESS",
     "trusted_user_header": "HEADER",
@@ -100,8 +104,11 @@ class SettingsCommand(click.Command):
         own = [name for param in self.params for name in (*param.opts, *param.secondary_opts)]
         try:
             takes_model = any(isinstance(param, click.Argument) for param in self.params)
-            return super().parse_args(ctx, translate(args, own, engine_arguments, needs_model=takes_model))
-        except FlagRefusal as error:
+            whole = with_lines_of_file(args)
+            takes_model &= whole == args  # a list of a file's ends there
+            line = translate(whole, own, engine_arguments, needs_model=takes_model, say=_say)
+            return super().parse_args(ctx, line)
+        except (FlagRefusal, YamlRefusal) as error:
             raise click.UsageError(f"{error} (docs/from-vllm.md)", ctx) from error
         except click.NoSuchOption as error:
             meant = nearest(error.option_name, own, engine_arguments)
@@ -136,6 +143,10 @@ class SettingsCommand(click.Command):
         for group, records in groups.items():
             with formatter.section(group):
                 formatter.write_dl(records)
+
+
+def _say(line: str) -> None:
+    click.echo(f"overture: {line} (docs/from-vllm.md)", err=True)
 
 
 def _show_help(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
@@ -184,7 +195,10 @@ def _metavar(setting: Setting) -> str:
 
 model_argument = click.argument("named_model", metavar="[MODEL]", required=False)
 config_file_option = click.option(
-    "--config", "config_file", metavar="FILE", help="Config file (TOML).  [overture.toml, if there]"
+    "--config",
+    "config_file",
+    metavar="FILE",
+    help="Config file (TOML, or vLLM's YAML of flags).  [overture.toml, if there]",
 )
 
 

@@ -6,6 +6,7 @@ adds its own to them; flags, environment and file follow from the declaration.
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -15,6 +16,8 @@ from msgspec import Meta, Struct
 from engine_bridge.policy.adapters import adapter_cache
 from engine_bridge.policy.limits.grammar_room import MIB, default_room_bytes
 from engine_bridge.policy.scheduling import lanes, policies
+from engine_bridge.settings.engine_arguments import named
+from engine_bridge.settings.lora_modules import is_of_hub, parse_lora_modules
 from engine_bridge.settings.parser_choice import AUTO
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -239,7 +242,10 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
         in_adapters("Serve LoRA adapters; auto: where this model can have them on this device."),
     ] = "auto"
     lora_modules: Annotated[
-        tuple[NonEmpty, ...], in_adapters("An adapter in addition to those of the folder, as NAME=FOLDER.")
+        tuple[NonEmpty, ...],
+        in_adapters(
+            "An adapter in addition to those of the folder, as NAME=FOLDER, or NAME=REPOSITORY of a hub."
+        ),
     ] = ()
     max_loras: Annotated[
         int,
@@ -308,6 +314,8 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     log_stats: bool = True
     reasoning_parser: str = AUTO
     """vLLM's parser of the model's reasoning, AUTO for that of the model's family, or NONE."""
+    parser_plugins: tuple[str, ...] = ()
+    """Modules with parsers of the operator's own, by name or as files."""
     chat_template: str | None = None
     """The operator's template; None: the model's own."""
 
@@ -317,6 +325,22 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
         return self.adapters == "on" or bool(self.lora_modules)
 
     @property
+    def is_all_here(self) -> bool:
+        """Whether the model, its tokenizer, its drafts and adapters are folders of this machine, so that no hub need be asked for any."""
+        if any(is_of_hub(place) for _, place in parse_lora_modules(self.lora_modules)):
+            return False
+        given, drafts = named(self.engine_args), json.loads(self.speculative_config or "{}")
+        others = [given.get(name) for name in ("tokenizer", "hf_config_path", "spec_model")]
+        others.append(drafts.get("model") if isinstance(drafts, dict) else None)
+        return all(Path(each).exists() for each in (self.model, *others) if each)
+
+    @property
+    def has_prompt_logprobs(self) -> bool:
+        """Whether vLLM knows log probabilities of prompts: not where layers that share others' KV skip all but a prompt's last token."""
+        skips = named(self.engine_args).get("kv_sharing_fast_prefill", "false")
+        return skips.lower() in ("false", "0")
+
+    @property
     def kv_cache_bytes(self) -> int | None:
         """Bytes of KV on the device; None: all that `gpu_memory_utilization` leaves."""
         return kv_cache_bytes(self.kv_cache_gib, self.device)
@@ -324,7 +348,9 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     @property
     def batch_seqs(self) -> int | None:
         """Largest number of requests in one batch, as vLLM is told; None: vLLM chooses it by the GPU."""
-        return self.max_num_seqs or (CPU_NUM_SEQS if self.device == "cpu" else None)
+        if self.max_num_seqs is not None or self.device != "cpu":
+            return self.max_num_seqs
+        return min(CPU_NUM_SEQS, self.max_num_batched_tokens or CPU_NUM_SEQS)
 
     @property
     def sure_seqs(self) -> int:

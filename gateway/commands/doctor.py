@@ -203,7 +203,8 @@ def at_start(config: Config) -> tuple[list[DoctorFinding], list[DoctorFinding]]:
 
 
 def _parsers(config: Config) -> dict[str, str]:
-    return {"tool": config.tool_parser, "reasoning": config.reasoning_parser}
+    """Return the parsers that were set, of which vLLM has each; none with a plugin, which may bring any."""
+    return {} if config.parser_plugins else {"tool": config.tool_parser, "reasoning": config.reasoning_parser}
 
 
 def _detected_device() -> str:
@@ -339,7 +340,8 @@ def model_facts(config: Config) -> ModelFacts:
     """Return the facts about the model that its files tell without reading the weights."""
     folder = Path(config.model).expanduser()
     is_folder = os.path.isdir(folder)
-    has_config, given = description_of(folder) is not None, named(config.engine_args)
+    given = named(config.engine_args)
+    has_config = description_of(folder) is not None or "hf_config_path" in given
     has = {"has_weights": "load_format" not in given, "has_tokenizer": "tokenizer" not in given}
     return ModelFacts(
         name=config.model,

@@ -34,7 +34,7 @@ from gateway.access.hosts import as_origin
 from gateway.errors import StartupError
 from gateway.settings.data_folder import tighten
 from gateway.settings.declared import Setting, settings_of, shown
-from gateway.settings.tools import ToolSettings
+from gateway.settings.tls import TlsSettings
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 PROJECT_ROOT = _PACKAGE / "files" if (_PACKAGE / "files").is_dir() else _PACKAGE.parent
@@ -73,7 +73,7 @@ def default_data_dir(environ: Mapping[str, str]) -> Path:
     return base / "overture"
 
 
-class Config(ToolSettings, frozen=True, kw_only=True):
+class Config(TlsSettings, frozen=True, kw_only=True):
     """Every setting of the server, checked. Build it with `load_config`, or directly in tests.
 
     `served_model_name`, `adapters_dir` and `cpu_threads` are filled in from `model` when they are left empty, `kv_dir` from `data_dir` and
@@ -100,11 +100,6 @@ class Config(ToolSettings, frozen=True, kw_only=True):
             "auto: in-process on loopback, else in a process."
         ),
     ] = "auto"
-    ssl_certfile: Annotated[
-        Path | None,
-        in_server("TLS certificate (PEM, with its chain): the server speaks HTTPS and nothing else."),
-    ] = None
-    ssl_keyfile: Annotated[Path | None, in_server("Private key of that certificate (PEM).")] = None
     root_path: Annotated[
         str,
         in_server(
@@ -183,6 +178,14 @@ class Config(ToolSettings, frozen=True, kw_only=True):
             "vLLM's parser for reasoning text, such as qwen3; auto: by the model's family; none: reasoning is part of the answer."
         ),
     ] = "auto"
+
+    tool_parser_plugin: Annotated[
+        NonEmpty | None,
+        in_model("Python file, or module, that registers a tool parser of your own with vLLM."),
+    ] = None
+    reasoning_parser_plugin: Annotated[
+        NonEmpty | None, in_model("The same for a parser of reasoning text.")
+    ] = None
 
     context_overflow: Annotated[
         ContextOverflow,
@@ -385,6 +388,8 @@ class Config(ToolSettings, frozen=True, kw_only=True):
             if path is not None and not getattr(self, f"{setting_name}_name"):
                 name = path.rstrip("/").rsplit("/", 1)[-1]
                 msgspec.structs.force_setattr(self, f"{setting_name}_name", name)
+        if self.root_path:
+            msgspec.structs.force_setattr(self, "root_path", f"/{self.root_path.strip('/')}".rstrip("/"))
         if self.adapters_dir is None and self.is_demo_model:
             msgspec.structs.force_setattr(self, "adapters_dir", DEMO_ADAPTERS_DIR)
         if self.cluster_token_file is None:
@@ -402,6 +407,12 @@ class Config(ToolSettings, frozen=True, kw_only=True):
         if self.cpu_threads is None and self.is_demo_model:
             # Its matrices are too small to share between cores: docs/decisions/0005.
             msgspec.structs.force_setattr(self, "cpu_threads", 1)
+
+    @property
+    def parser_plugins(self) -> tuple[str, ...]:
+        """The modules that register parsers of the operator's own, each once."""
+        found = (self.tool_parser_plugin, self.reasoning_parser_plugin)
+        return tuple(dict.fromkeys(plugin for plugin in found if plugin))
 
     @property
     def request_limits(self) -> RequestLimits:

@@ -25,9 +25,9 @@ from engine_bridge.adapters.errors import quoted
 from engine_bridge.adapters.names import problem_as_text
 from engine_bridge.settings import engine_arguments
 from engine_bridge.settings.engine_config import EngineSettings
+from engine_bridge.settings.lora_modules import is_of_hub, parse_lora_modules
 from gateway.settings.config import SETTINGS, Config, ConfigError, default_data_dir
 from gateway.settings.declared import ENV_PREFIX, SECRET_SETTINGS, Setting
-from gateway.settings.lora_modules import parse_lora_modules
 from gateway.settings.priorities import parse_weights
 from gateway.tools.addresses import parse_mcp_servers
 
@@ -38,7 +38,10 @@ DEFAULT_CONFIG_FILE = "overture.toml"
 OTHER_ENV_NAMES = frozenset({"OVERTURE_URL", "OVERTURE_API_KEY", "OVERTURE_CONFIG"})
 # The key of `vllm serve`, where none is given by a setting: whoever comes from there has a server that is closed, and it stays closed.
 _VLLM_KEY = "VLLM_API_KEY"
+# By this `vllm serve` lets clients load adapters, where it is 1 or true.
+_VLLM_LOADING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 _NAMES_OF_KEYS = ("api_keys", "operator_keys", "api_key_file")
+_OF_TLS = ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers")
 TEMPLATES = ("chat_template", "rerank_chat_template")
 _MODULE_AND_NAME = re.compile(r"[\w.]+:[\w.]+")
 _HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}")
@@ -87,6 +90,11 @@ def load_config(
             sources[name] = source
     if (key := environ.get(_VLLM_KEY)) and not any(values.get(name) for name in _NAMES_OF_KEYS):
         values["api_keys"], sources["api_keys"] = (key,), f"env {_VLLM_KEY}"
+    if _to_bool(environ.get(_VLLM_LOADING, "")) is True and "allow_adapter_loading" not in values:
+        values["allow_adapter_loading"], sources["allow_adapter_loading"] = True, f"env {_VLLM_LOADING}"
+    if values.get("scheduling_policy") == "priority" and "client_priority" not in values:
+        # Who asks for it, as `vllm serve` has it, wishes that clients say who goes first.
+        values["client_priority"], sources["client_priority"] = True, sources["scheduling_policy"]
     config = Config(**values, sources=sources)
     _check(config)
     if needs_key_file:
@@ -107,6 +115,7 @@ def _check(config: Config) -> None:
         "oidc_client_secret_file",
         "ssl_certfile",
         "ssl_keyfile",
+        "ssl_ca_certs",
     ):
         _check_is_file(config, name)
     for name in TEMPLATES:
@@ -234,7 +243,6 @@ def _check_engine(config: Config) -> None:
         "default_chat_template_kwargs": lambda: _check_template_arguments(
             _object(config.default_chat_template_kwargs)
         ),
-        "root_path": lambda: _checked_root(config.root_path),
     }
     for name, check in checks.items():
         try:
@@ -244,8 +252,12 @@ def _check_engine(config: Config) -> None:
             raise ConfigError(f"{name}: {error} ({source})") from error
     if config.adapters == "off" and config.lora_modules:
         raise ConfigError("lora_modules: an adapter is named, and adapters is off: take one of them away")
-    if (config.ssl_certfile is None) is not (config.ssl_keyfile is None):
-        raise ConfigError("ssl_certfile and ssl_keyfile go together: give both, or neither")
+    if config.ssl_certfile is None and any(getattr(config, name) for name in _OF_TLS):
+        raise ConfigError(f"{', '.join(_OF_TLS)}: they are for HTTPS, which needs ssl_certfile, too")
+    if config.ssl_cert_reqs == 2 and config.ssl_ca_certs is None:
+        raise ConfigError(
+            "ssl_cert_reqs: clients' certificates are checked by those in ssl_ca_certs: give that, too"
+        )
     if config.uds is not None and config.ssl_certfile is not None:
         raise ConfigError("uds: a Unix socket has no TLS: take ssl_certfile and ssl_keyfile away")
 
@@ -278,7 +290,7 @@ def _check_beside(config: Config, setting_name: str, others: Mapping[str, Sequen
 
 def _check_folders(lora_modules: Iterable[str]) -> None:
     for name, path in parse_lora_modules(lora_modules):
-        if not Path(path).is_dir():
+        if not is_of_hub(path) and not Path(path).is_dir():
             raise ValueError(f"there is no folder {path} for the adapter {name}")
 
 
@@ -297,11 +309,6 @@ def _check_template_arguments(given: Mapping[str, Any]) -> None:
     """Refuse what vLLM sets itself for each conversation. Raises ValueError."""
     if names := sorted({"chat_template", "tokenize"} & given.keys()):
         raise ValueError(f"{names[0]} is no argument that a chat template gets: see --chat-template")
-
-
-def _checked_root(path: str) -> None:
-    if path and (not path.startswith("/") or path.endswith("/")):
-        raise ValueError(f"expected a path such as /llm, got {path!r}")
 
 
 def _check_cluster(config: Config) -> None:
@@ -349,9 +356,6 @@ def _from_file(config_file: str | os.PathLike[str] | None, environ: Mapping[str,
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
-    if path.suffix in (".yaml", ".yml"):
-        why = "is vLLM's; give its lines as flags, `max-model-len: 4096` as --max-model-len 4096, or as TOML, max_model_len = 4096"
-        raise ConfigError(f"{path}: a config file in YAML {why}")
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

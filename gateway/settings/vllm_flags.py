@@ -1,8 +1,8 @@
 """The command line of `vllm serve`, translated into ours as far as this server does the same.
 
 A table says for each flag of vLLM what happens to it; `docs/from-vllm.md` is this table with remarks, and a test compares the two. Flags of the
-same name here are not in the table, and engine arguments that are ruled out are in `engine_bridge/settings/engine_arguments.py`. Each other one
-is taken by vLLM's name, as `--engine-arg`.
+same name here are not in the table. Each engine argument is taken by vLLM's name, as `--engine-arg`; those that change nothing are in
+`engine_bridge/settings/engine_arguments.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from engine_bridge.settings.engine_arguments import RULED_OUT
+from engine_bridge.settings.engine_config import GIB
 
 # vLLM's -> ours, with one value.
 RENAMED: Mapping[str, str] = {
@@ -22,6 +22,9 @@ RENAMED: Mapping[str, str] = {
     "--uvicorn-log-level": "--log-level",
     "--otlp-traces-endpoint": "--otlp-endpoint",
     "--device-memory-utilization": "--gpu-memory-utilization",
+    "--kv-offloading-size": "--kv-host-gib",
+    "--shutdown-timeout": "--drain-timeout-s",
+    "--kv-cache-memory-bytes": "--kv-cache-gib",
     "-q": "--quantization",
 }
 # vLLM's -> ours, where vLLM takes several values behind one flag, or a JSON list. Ours is repeated.
@@ -57,70 +60,78 @@ ALWAYS: Mapping[str, str] = {
     "--allowed-methods": "an allowed origin may use all methods",
     "--allowed-headers": "an allowed origin may send any header",
 }
-# Those of them that have a value behind them; the others are switches.
-_ALWAYS_WITH_VALUE = frozenset(
-    ("--max-log-len", "--disable-access-log-for-endpoints", "--allowed-methods", "--allowed-headers")
-)
 # Flags whose numbers may be written as 32k (thousands) or 32K (times 1,024).
 _LARGE_NUMBERS = frozenset(("--max-model-len", "--max-num-batched-tokens"))
-_LARGE_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kKmM])")
-_UNITS = {"k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
+_IN_BYTES = "--kv-cache-memory-bytes"
+_LARGE_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])")
+_UNITS = {
+    letter: base**power
+    for letters, base in (("kmgt", 1000), ("KMGT", 1024))
+    for power, letter in enumerate(letters, 1)
+}
 # vLLM's other words for values of flags that have the same name here.
 _SAME_VALUES: Mapping[str, Mapping[str, str]] = {
     "--dtype": {"half": "float16", "float": "float32"},
     "--log-level": {"critical": "error", "trace": "debug"}
     | {level.upper(): level for level in ("debug", "info", "warning", "error")}
-    | {"CRITICAL": "error"},
+    | {"CRITICAL": "error", "NOTSET": "debug"},
     "--max-model-len": {"-1": "auto"},
 }
-# Flags of vLLM's server, not of its engine, that are refused, with the reason.
-REFUSED: Mapping[str, str] = {
+# Flags of vLLM's server, not of its engine, without which this one serves. It says so, with the reason.
+LEFT_OUT: Mapping[str, str] = {
     "--no-enable-chunked-prefill": "long prompts are cut into parts by how long a step takes: see --max-step-ms",
     "--enable-log-requests": "prompts are never logged here. GET /v1/engine/state shows what runs and waits, by X-Request-Id",
-    "--headless": "a node of a cluster is started with `overture node`",
     "--api-server-count": "one process serves all connections here; for several engines give --nodes",
-    "--grpc": "the server speaks HTTP and websockets",
-    "--middleware": "the server is no ASGI application that middleware could wrap",
     "--tool-server": "tools of API calls are run by clients; for the page see --mcp-server",
-    "--ssl-ca-certs": "clients identify themselves with keys: see --api-key-file",
-    "--ssl-cert-reqs": "clients identify themselves with keys: see --api-key-file",
     "--allow-credentials": "no cookies are used; keys are sent as headers, which an allowed origin may send",
-    "--return-tokens-as-token-ids": "ask for it in the request: return_token_ids",
+    "--return-tokens-as-token-ids": "ask for it in the request: return_tokens_as_token_ids, or return_token_ids",
     "--trust-request-chat-template": "templates are the operator's to give: see --chat-template",
-    "--tool-parser-plugin": "parsers are chosen among those that vLLM brings: see --tool-parser",
     "--enable-force-include-usage": "a client that wants it asks for it: stream_options.include_usage",
     "--enable-log-outputs": "answers are never logged",
+    "--enable-log-deltas": "answers are never logged",
     "--sse-keep-alive-interval": "a stream in which nothing happens gets a comment every 15 s",
     "--enable-per-request-metrics": "chat turns have their timings in the `done` frame (docs/protocol.md)",
     "--disable-fastapi-docs": "/docs and /openapi.json are always served; they say what is in the sources",
-    "--ssl-ciphers": "the ciphers are those of Python's defaults; a reverse proxy can offer others",
     "--h11-max-incomplete-event-size": "what a request may hold is set by the group Limits of the help",
     "--h11-max-header-count": "what a request may hold is set by the group Limits of the help",
     "--response-role": "answers have the role that the API gives them, assistant",
     "--trust-request-mm-kwargs": "how pictures are read is the operator's to set: see --engine-arg mm_processor_kwargs",
     "--exclude-tools-when-tool-choice-none": "tools stay in the prompt, where they were cached; a call that leaves out `tools` has none",
     "--tool-strict-level": "how calls are held to schemas follows the tool_choice of the request",
-    "--enable-log-deltas": "answers are never logged",
     "--anthropic-disabled-thinking-effort": "it is found out from the chat template",
     "--enable-scale-out": "prompts are rendered where they are answered; for several engines give --nodes",
-    "--grpc-port": "the server speaks HTTP and websockets",
     "--enable-flash-late-interaction": "the model generates text; one for embeddings or scores comes beside it: --embedding-model, --rerank-model",
-} | {
-    flag: why
-    for flags, why in (
-        ("--cohere-is-reasoning-model --cohere-format", "Cohere's API is not served"),
-        (
-            "--fingerprint-mode --fingerprint-value",
-            "system_fingerprint has the version and a digest of the settings",
-        ),
-        (
-            "--data-parallel-supervisor-port --dp-supervisor-probe-interval-s --dp-supervisor-probe-timeout-s "
-            "--dp-supervisor-probe-failure-threshold",
-            "one process serves all connections here; for several engines give --nodes",
-        ),
-    )
-    for flag in flags.split()
+    "--cohere-is-reasoning-model": "Cohere's API is not served",
+    "--cohere-format": "Cohere's API is not served",
+    "--fingerprint-mode": "system_fingerprint has the version and a digest of the settings",
+    "--fingerprint-value": "system_fingerprint has the version and a digest of the settings",
+} | dict.fromkeys(
+    (
+        "--data-parallel-supervisor-port",
+        "--dp-supervisor-probe-interval-s",
+        "--dp-supervisor-probe-timeout-s",
+        "--dp-supervisor-probe-failure-threshold",
+    ),
+    "one process serves all connections here; for several engines give --nodes",
+)
+# Those that ask for another kind of server, or for a door that would stand open.
+REFUSED: Mapping[str, str] = {
+    "--headless": "a node of a cluster is started with `overture node`",
+    "--grpc": "the server speaks HTTP and websockets",
+    "--grpc-port": "the server speaks HTTP and websockets",
+    "--tokens-only": "the server renders conversations itself, and splits them into tokens",
+    "--middleware": "the server is no ASGI application that middleware could wrap",
 }
+# Those of `ALWAYS`, `LEFT_OUT` and `REFUSED` that have a value behind them; the others are switches.
+_WITH_VALUE = frozenset(
+    """
+    --max-log-len --disable-access-log-for-endpoints --allowed-methods --allowed-headers
+    --api-server-count --tool-server --sse-keep-alive-interval --h11-max-incomplete-event-size --h11-max-header-count --response-role
+    --tool-strict-level --anthropic-disabled-thinking-effort --cohere-format --fingerprint-mode --fingerprint-value
+    --data-parallel-supervisor-port --dp-supervisor-probe-interval-s --dp-supervisor-probe-timeout-s --dp-supervisor-probe-failure-threshold
+    --grpc-port --middleware
+    """.split()
+)
 SHORT: Mapping[str, str] = {
     "-tp": "--tensor-parallel-size",
     "-pp": "--pipeline-parallel-size",
@@ -147,21 +158,35 @@ SHORT: Mapping[str, str] = {
 }
 # vLLM's -O3, -O=3 or -O 3. -> its flag with a name.
 _LEVEL = re.compile(r"-O(?:=?(\w+))?")
+# A value behind a flag of one letter: -qfp8, -n2.
+_JOINED = re.compile(r"^(-[nqr])(?=[^=-])(.+)$", re.DOTALL)
 # One field of a flag that has a JSON object, such as --compilation-config.mode=3. -> the flag, the field, the value behind "=".
 _FIELD = re.compile(r"(--?[A-Za-z][\w-]*)\.([^=]+)(?:=(.*))?", re.DOTALL)
-# Values of refused flags and ruled out arguments that describe this server's behaviour, and are therefore accepted.
-_HARMLESS: Mapping[str, tuple[str, ...]] = {
-    "runner": ("auto", "generate"),
-    "distributed_executor_backend": ("uni",),
-    "convert": ("auto", "none"),
-    "api_server_count": ("1",),
-    "response_role": ("assistant",),
-    "tool_strict_level": ("auto",),
-    "anthropic_disabled_thinking_effort": ("auto",),
-    "fingerprint_mode": ("full",),
-} | {name: ("1",) for name in RULED_OUT if name.endswith("_parallel_size") or name == "nnodes"}
+# Values with which a flag of `LEFT_OUT` or `REFUSED` says what is so anyway.
+_SO_ANYWAY: Mapping[str, tuple[str, ...]] = {
+    "--api-server-count": ("1",),
+    "--response-role": ("assistant",),
+    "--tool-strict-level": ("auto",),
+    "--anthropic-disabled-thinking-effort": ("auto",),
+    "--fingerprint-mode": ("full",),
+    "--sse-keep-alive-interval": ("0",),
+}
+# Our flags whose value vLLM takes for none where it is empty or "None", as scripts and YAML files write it. Not --api-key: its door would be open.
+_MAY_BE_NONE = frozenset(
+    """
+    --host --uds --root-path --ssl-certfile --ssl-keyfile --ssl-ca-certs --ssl-ciphers --otlp-endpoint
+    --chat-template --tool-parser --reasoning-parser --tool-parser-plugin --reasoning-parser-plugin --default-chat-template-kwargs
+    --served-model-name --quantization --revision --download-dir --speculative-config
+    --max-model-len --max-num-seqs --max-num-batched-tokens --block-size --kv-cache-gib --kv-host-gib
+    """.split()
+)
+_NONE = ("", "None")
+# Of vLLM's flags in `SEVERAL`, the one behind which a single word stands: a JSON list.
+_ONE_WORD = "--allowed-origins"
 
 
+_WITHOUT = frozenset((*ALWAYS, *LEFT_OUT, *REFUSED))
+_IN_TABLES = frozenset((*RENAMED, *SEVERAL, *FURTHER, *LIMITS, *INSTEAD, *_WITHOUT))
 # Of two flags, 0 to 1: how alike they are at least when one is taken for the other, mistyped. Chosen: a letter or a word's end; no other word.
 _LIKENESS = 0.8
 
@@ -195,6 +220,7 @@ def translate(
     arguments: Arguments = dict[str, str],
     *,
     needs_model: bool = False,
+    say: Callable[[str], object] = lambda line: None,
 ) -> list[str]:
     """Translate a command line of `vllm serve` into our flags. Unknown words stay as they are.
 
@@ -204,6 +230,7 @@ def translate(
         arguments: of vLLM's engine.
         needs_model: the command takes a model as a separate word. Where the line begins with no such word, as vLLM's does, and has no --model,
             the last of several words behind a flag that has one value here is the model.
+        say: gets a sentence for each flag that asks for what this server does without.
 
     Raises:
         FlagRefusal: a flag that has no meaning here.
@@ -219,7 +246,7 @@ def translate(
         if not word.startswith("-") or word == "-":
             made.append(word)
             continue
-        flag = _Flag.of(word)
+        flag = _in_full(_Flag.of(word), ours, arguments)
         if flag.name in FURTHER and flag.value is None:
             values = _taken(left)
             if needs_model and len(values) > 1:
@@ -232,13 +259,22 @@ def translate(
             made += [flag.name, *values[:1]]
             made += [part for value in values[1:] for part in (FURTHER[flag.name], value)]
         else:
-            made += _translated(flag, left, ours, arguments)
+            made += _translated(flag, left, ours, arguments, say)
     return made
+
+
+def _in_full(flag: _Flag, own: frozenset[str], arguments: Arguments) -> _Flag:
+    """Return a flag whose name may be cut short, as vLLM takes it, by its whole name: the only one that begins so."""
+    if flag.name in own or flag.name in _IN_TABLES or not flag.name.startswith("--"):
+        return flag
+    known = {*own, *_IN_TABLES, *(f"--{name.replace('_', '-')}" for name in arguments())}
+    found = [name for name in known if name.startswith(flag.name)]
+    return flag if flag.name in known or len(found) != 1 else flag._replace(name=found[0])
 
 
 def nearest(flag: str, own: Iterable[str], arguments: Arguments) -> list[str]:
     """Return the one flag that a mistyped one may have been, of ours and of vLLM's; none where all are unlike it."""
-    known = [*own, *RENAMED, *SEVERAL, *LIMITS, *ALWAYS, *REFUSED]
+    known = [*own, *_IN_TABLES]
     known += [f"--{name.replace('_', '-')}" for name in arguments()]
     return difflib.get_close_matches(flag, known, n=1, cutoff=_LIKENESS)
 
@@ -257,9 +293,14 @@ def _whole(words: Iterable[str]) -> list[str]:
                 deeper = fields.get(name)
                 fields[name] = deeper if isinstance(deeper, dict) else {}
                 fields = fields[name]
-            fields[last] = _plain(field[3] if field[3] is not None else left.pop(0))
+            value = field[3] if field[3] is not None else left.pop(0)
+            if last.endswith("+"):  # entries of a list
+                before = fields.get(last[:-1])
+                fields[last[:-1]] = [*(before if isinstance(before, list) else ()), *value.split(",")]
+            else:
+                fields[last] = _plain(value)
         else:
-            made.append(word)
+            made.append(_JOINED.sub(r"\1=\2", word))
     return [*made, *(f"{name}={json.dumps(fields)}" for name, fields in objects.items()), *left]
 
 
@@ -271,53 +312,63 @@ def _plain(value: str) -> Any:
     return value
 
 
-def _translated(flag: _Flag, left: list[str], own: frozenset[str], arguments: Arguments) -> list[str]:
+def _translated(
+    flag: _Flag, left: list[str], own: frozenset[str], arguments: Arguments, say: Callable[[str], object]
+) -> list[str]:
     """Translate one flag; its values are taken from `left`."""
     name, value = flag
     if name in INSTEAD:
         return [INSTEAD[name]]
-    if name in ALWAYS:
-        if value is None and name in _ALWAYS_WITH_VALUE:
-            _taken(left)
-        return []
     if name in LIMITS:
         num_images = _images_of(value if value is not None or not left else left.pop(0))
         return [] if num_images is None else [f"{LIMITS[name]}={num_images}"]
     if name in SEVERAL:
-        values = [value] if value is not None else _taken(left)
-        return [word for each in values for part in _parts(each) for word in (SEVERAL[name], part)]
+        values = [value] if value is not None else left[:1] if name == _ONE_WORD else _taken(left)
+        del left[: value is None and name == _ONE_WORD]
+        parts = [part for each in values for part in _parts(each) if part not in _NONE]
+        return [word for part in parts for word in (SEVERAL[name], part)]
     if name in RENAMED:
         name = RENAMED[name]
     elif name not in own:
-        if _changes_nothing(flag, left):
+        if _changes_nothing(flag, left, say):
             return []
         if (pair := _as_argument(flag, left, arguments())) is not None:
             return ["--engine-arg", pair]
-    if value is None and left and (name in _LARGE_NUMBERS or name in _SAME_VALUES):
+    given = value if value is not None else next(iter(left), None)
+    if name in _MAY_BE_NONE and given in _NONE:
+        del left[: value is None]
+        return []
+    if value is None and left and (flag.name in (*_LARGE_NUMBERS, _IN_BYTES) or name in _SAME_VALUES):
         value = left.pop(0)
     if value is not None:
         value = _SAME_VALUES.get(name, {}).get(value, value)
-    if name in _LARGE_NUMBERS:
+    if flag.name in _LARGE_NUMBERS:
         value = _large(value)
+    elif flag.name == _IN_BYTES and (num_bytes := _large(value) or "").isdecimal():
+        value = str(int(num_bytes) / GIB)
     return [name if value is None else f"{name}={value}"]
 
 
-def _changes_nothing(flag: _Flag, left: list[str]) -> bool:
-    """Return whether a flag says what is so anyway; its value is taken from `left`. Raises FlagRefusal for one that says what cannot be."""
-    switch = flag.name.replace("--no-", "--", 1)
-    argument = switch.removeprefix("--").replace("-", "_")
-    if switch != flag.name and flag.name not in REFUSED:
+def _changes_nothing(flag: _Flag, left: list[str], say: Callable[[str], object]) -> bool:
+    """Return whether a flag changes nothing here; its value is taken from `left`. What the server does without is said.
+
+    Raises FlagRefusal for a flag that asks for another kind of server.
+    """
+    name, value = flag
+    switch = name.replace("--no-", "--", 1)
+    if switch != name and name not in _WITHOUT:
         if switch in ALWAYS:
-            raise FlagRefusal(f"{flag.name}: {ALWAYS[switch]}")
-        return switch in REFUSED or argument in RULED_OUT
-    why = REFUSED.get(flag.name, RULED_OUT.get(argument))
-    if why is None:
+            say(f"{name} changes nothing here: {ALWAYS[switch]}")
+        return switch in _WITHOUT
+    if name not in _WITHOUT:
         return False
-    given = flag.value if flag.value is not None else next(iter(left), "")
-    if given not in _HARMLESS.get(argument, ()):
-        raise FlagRefusal(f"{flag.name}: {why}")
-    if flag.value is None:
-        left.pop(0)
+    if value is None and name in _WITH_VALUE and left:
+        value = left.pop(0)
+    if value not in _SO_ANYWAY.get(name, ()):
+        if name in REFUSED:
+            raise FlagRefusal(f"{name}: {REFUSED[name]}")
+        if name in LEFT_OUT:
+            say(f"{name} changes nothing here: {LEFT_OUT[name]}")
     return True
 
 

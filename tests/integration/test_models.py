@@ -211,6 +211,28 @@ async def test_an_engine_that_is_built_again_without_tiers_has_nothing_of_the_fi
         assert again[1].token_ids == right and again[1].num_reused > 0
 
 
+async def test_where_no_layer_is_to_take_adapters_a_model_is_served_without_any() -> None:
+    wished = ("lora_target_modules=no_such_layer",)
+    async with engine(folder_of(KNOWN["llama"]), None, enable_lora=True, engine_args=wished) as node:
+        [left_out] = node.figures().left_out
+        assert left_out.mechanism == "adapters" and "none of its layers" in left_out.why
+        assert await generate(node, text("prompt", 50))
+
+
+async def test_where_layers_skip_the_prompt_its_log_probabilities_are_refused_and_the_engine_lives_on() -> (
+    None
+):
+    """vLLM's engine fails in the step, and its own server refuses them before."""
+    settings = ("kv_sharing_fast_prefill=true",)
+    async with engine(folder_of(KNOWN["llama"]), None, engine_args=settings) as node:
+        body = {"model": "demo", "prompt": text("prompt", 50), "max_tokens": 2}
+        body |= {"prompt_logprobs": 1}
+        refused = await node.serve("completions", body, {})
+        assert refused.status == 400 and b"--kv-sharing-fast-prefill" in refused.body
+        del body["prompt_logprobs"]
+        assert (await node.serve("completions", body, {})).status == 200
+
+
 async def test_beside_experts_adapters_change_what_their_merged_weights_change(tmp_path: Path) -> None:
     family = KNOWN["qwen3-moe"]
     model, adapter, prompts = (

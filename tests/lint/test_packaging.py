@@ -20,6 +20,7 @@ DISTRIBUTIONS = {
     "jwt": "pyjwt",
     "pythonjsonlogger": "python-json-logger",
     "sklearn": "scikit-learn",
+    "yaml": "pyyaml",
 }
 # Come with the engine; only the driver imports them (lint-imports), and it is only loaded where there is one.
 OF_THE_ENGINE = set(
@@ -85,7 +86,7 @@ def test_the_tested_lists_have_every_dependency(extra: str) -> None:
     listed = set(map(name_of, lines_of(extra)))
     # vLLM's own dependencies, which pip resolves there, have these.
     of_vllm = (
-        {"llguidance", "numpy", "pillow", "prometheus-client", "safetensors"}
+        {"llguidance", "numpy", "pillow", "prometheus-client", "pyyaml", "safetensors"}
         if extra == "cuda.txt"
         else set()
     )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import sys
+from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_bridge.driver.corrections import cpu_steps, renderer, state_blocks
+from engine_bridge.driver.engine.parser_plugins import load_plugins
 from engine_bridge.driver.vllm_api.features import (
     EMBEDS_TOKEN,
     HALF_CHARACTERS,
@@ -27,6 +29,7 @@ from engine_bridge.settings.engine_config import WHATEVER_FITS, EngineConfig
 if TYPE_CHECKING:
     from engine_bridge.driver.kv.kv_tiers import KvTiers
 
+log = logging.getLogger(__name__)
 # One KV block of this many tokens on a CPU: vLLM's default there is 128, with which most of a chat turn would
 # fall outside whole blocks and be computed again on the next turn. Its CPU attention takes multiples of 32 only.
 CPU_BLOCK_SIZE_TOKENS = 32
@@ -34,14 +37,24 @@ CPU_BLOCK_SIZE_TOKENS = 32
 CPU_PICTURE_CACHE_GIB = 0.5
 
 
+_OUTPUTS = "structured_outputs_config"
+# Of vLLM's backends for structured outputs.
+_GRAMMARS = "guidance"
+# Variables without which the engine does not work here, whatever the user's environment says for a server of vLLM's own.
+_NEEDED = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # This process has threads; a fork of it could wait for ever for what they hold.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    # Its class is in `driver/apis/media.py`.
+    "VLLM_MEDIA_CONNECTOR": "given",
+}
 _set: dict[str, str] = {}
 """The variables that were set here, for this engine or one before it."""
 
 
 def configure_environment(config: EngineConfig) -> None:
-    """Set the variables that vLLM and torch read from the environment. Call it before either is imported; the user's values stay."""
+    """Set the variables that vLLM and torch read from the environment. Call it before either is imported; the user's values stay where they can."""
     defaults = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         # The gateway has its own periodic figures (/metrics); vLLM's log line every 10 s would only repeat them.
@@ -51,18 +64,13 @@ def configure_environment(config: EngineConfig) -> None:
         # The settings `max_stop_strings` and `max_bad_words` bound these. vLLM takes four stop strings, as OpenAI does; editors send a dozen.
         "VLLM_MAX_STOP_STRINGS": str(1 << 16),
         "VLLM_MAX_NUM_BAD_WORDS": str(1 << 16),
-        # Its class is in `driver/apis/media.py`.
-        "VLLM_MEDIA_CONNECTOR": "given",
         "VLLM_MAX_IMAGE_PIXELS": str(int(1e6 * config.max_image_mpixels)),
-        "HF_HUB_OFFLINE": "1" if Path(config.model).exists() else "0",
+        "HF_HUB_OFFLINE": "1" if config.is_all_here else "0",
         "TOKENIZERS_PARALLELISM": "false",
         # torch's C++ side warns at every start about memory policies that no user asked to change.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     num_ranks = config.tensor_parallel_size
-    if num_ranks > 1:
-        # This process has threads; a fork of it could wait for ever for what they hold.
-        defaults["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if config.device == "cpu":
         # numba's OpenMP would set the number of threads of the thread that calls it; see `compute_threads`.
         defaults["NUMBA_THREADING_LAYER"] = "workqueue"
@@ -76,8 +84,8 @@ def configure_environment(config: EngineConfig) -> None:
     elif config.kernel_cache is not None:
         # Otherwise vLLM keeps them in a folder of the user's, and Triton in another where vLLM compiles nothing: a container loses both.
         defaults["TRITON_CACHE_DIR"] = str(config.kernel_cache)
-    for name, value in defaults.items():
-        if os.environ.get(name) in (None, _set.get(name)):
+    for name, value in (defaults | _NEEDED).items():
+        if name in _NEEDED or os.environ.get(name) in (None, _set.get(name)):
             os.environ[name] = _set[name] = value
     # vLLM loads Ray where it is installed, for executors that are not used here: that takes seconds. With this entry vLLM does not find it.
     sys.modules.setdefault("ray", None)  # type: ignore[arg-type]
@@ -139,6 +147,7 @@ def build_engine(config: EngineConfig, tiers: KvTiers | None, off: Off = frozens
     if config.enable_prompt_embeds and EMBEDS_TOKEN not in off:
         renderer.add_no_token()
     admission.install(config.grammar_bytes)
+    load_plugins(config.parser_plugins)
     args = engine_args(config, tiers, off)
     args.reasoning_config = reasoning_config(args, config.reasoning_parser, config.chat_template)
     if tiers is not None:
@@ -198,7 +207,7 @@ def engine_args(config: EngineConfig, tiers: KvTiers | None, off: Off = frozense
         # A model that may get none of a kind of media is loaded without the part that reads it.
         "limit_mm_per_prompt": {"image": config.max_images, "video": 0, "audio": 0},
         # A small model that may put white space between JSON tokens does little else until its tokens run out.
-        "structured_outputs_config": StructuredOutputsConfig(backend="guidance", disable_any_whitespace=True),
+        _OUTPUTS: StructuredOutputsConfig(backend=_GRAMMARS, disable_any_whitespace=True),
     }
     options |= {
         "max_num_batched_tokens": config.max_num_batched_tokens,
@@ -220,7 +229,19 @@ def engine_args(config: EngineConfig, tiers: KvTiers | None, off: Off = frozense
         options |= _of_adapters(config)
     given = named(config.engine_args)
     options |= typed({name: given[name] for name in given.keys() - without_effect(given, config.device)})
+    _say_whose_grammars(options[_OUTPUTS].backend)
+    options[_OUTPUTS] = replace(options[_OUTPUTS], backend=_GRAMMARS)
     return EngineArgs(**{name: value for name, value in options.items() if value is not None})
+
+
+@cache
+def _say_whose_grammars(backend: str) -> None:
+    """Say once that structured outputs are not of the backend that was asked for. Why: see `grammars/`."""
+    if backend not in ("auto", _GRAMMARS):
+        log.warning(
+            "structured outputs are llguidance's here, not %s's: its grammars are bounded in time and memory",
+            backend,
+        )
 
 
 def _on_cpu(config: EngineConfig, off: Off) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from engine_bridge.policy.limits.model_support import CONSEQUENCES, CannotHave, 
 from engine_bridge.policy.limits.refusals import is_final, may_be_of_pictures, misfit, refusal_of
 from engine_bridge.protocol.errors import SeamMoved
 from engine_bridge.protocol.figures import LeftOut
+from engine_bridge.settings.engine_arguments import named
 from engine_bridge.settings.engine_config import EngineConfig
 
 if TYPE_CHECKING:
@@ -119,6 +120,9 @@ def _without(config: EngineConfig, mechanisms: Set[Mechanism]) -> EngineConfig:
         config = replace(config, enable_prefix_caching=False)
     if "pictures" in mechanisms:
         config = replace(config, max_images=0)
+    if "drafts" in mechanisms:
+        others = tuple(pair for pair in config.engine_args if "spec_" not in next(iter(named([pair]))))
+        config = replace(config, speculative_config=None, engine_args=others)
     return config
 
 

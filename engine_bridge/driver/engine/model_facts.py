@@ -92,6 +92,7 @@ def left_out_of(facts: ModelFacts, config: EngineConfig, *, has_tiers: bool) -> 
         "adapters": config.enable_lora,
         "KV tiers": has_tiers,
         "expert parallelism": config.enable_expert_parallel,
+        "drafts": True,  # by one of several arguments, or by the facts there are none
     }
     return {name: why for name, why in left_out(facts).items() if asked.get(name)}
 

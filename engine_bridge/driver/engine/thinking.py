@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 from engine_bridge.driver.apis.chat_template import own_template
@@ -22,9 +23,13 @@ def reasoning_config(args: Any, wished: str, given: str | None) -> Any | None:
         model = args.create_model_config()
         template = given or own_template(cached_tokenizer_from_config(model))
         name = choose_reasoning_parser(wished, model.hf_config.model_type, template).name
-        if not name:
+        found = args.reasoning_config
+        if found is None and not name:
             return None
-        found = ReasoningConfig(reasoning_parser=name)
+        if found is None:
+            found = ReasoningConfig(reasoning_parser=name)
+        elif not found.reasoning_parser:  # of the operator's own words
+            found = replace(found, reasoning_parser=name)
         found.initialize_token_ids(model)
     except Exception as error:
         # What stands in the way of serving is said when the engine is built: here it costs the budgets alone.

@@ -56,6 +56,7 @@ from engine_bridge.driver.vllm_api import (
     current_platform,
     model_manager,
 )
+from engine_bridge.policy.limits.model_support import CannotHave
 from engine_bridge.protocol.errors import SeamMoved
 
 # Up to this many rows one core computes an adapter's GEMMs: waking the others takes longer than they save. Measured on two cores, 768 columns, ranks
@@ -312,13 +313,20 @@ def uninstall() -> None:
 
 
 def check_runner(runner: Any) -> SegmentPunicaWrapper:
-    """Return the wrapper that a model runner with LoRA computes with; raise SeamMoved if it is not ours."""
+    """Return the wrapper that a model runner with LoRA computes with.
+
+    Raises:
+        CannotHave: the model has no layer that takes adapters, or none of those that were asked for (`lora_target_modules`).
+        SeamMoved: the wrapper is not ours.
+    """
     manager = runner.lora_manager._adapter_manager
     for wrapper in manager.punica_wrapper_mapping.values():
         if not isinstance(wrapper, SegmentPunicaWrapper):
             raise SeamMoved(
                 f"the engine computes LoRA with {type(wrapper).__name__}: install() came too late or was bypassed"
             )
+        if not manager.modules:
+            raise CannotHave({"adapters": "none of its layers takes any"})
         if not wrapper._packs:
             raise SeamMoved("no LoRA layer has announced itself: vLLM's handshake set_mapping() has moved")
     return wrapper

@@ -44,7 +44,7 @@ from engine_bridge.predict.custom_predictor import PATIENCE_S
 from engine_bridge.predict.hints import setting_hints
 from engine_bridge.predict.node_lengths import NodeLengths
 from engine_bridge.protocol.engine_request import EngineRequest
-from engine_bridge.protocol.errors import ASLEEP, EngineUnavailable
+from engine_bridge.protocol.errors import ASLEEP, EngineUnavailable, InvalidRequest
 
 DEFAULT_LIMITS = RequestLimits()
 # vLLM's serving classes turn any error of `add_lora` into a text; here the errors themselves are kept.
@@ -74,12 +74,15 @@ class BridgeEngineClient(EngineClient):
         catalog: Catalog,
         lengths: NodeLengths | None = None,
         limits: RequestLimits = DEFAULT_LIMITS,
+        *,
+        has_prompt_logprobs: bool = True,
     ) -> None:
         self._thread = thread
         self._streams = streams
         self._lengths = lengths
         self._grammars = grammars
         self.limits = limits
+        self._has_prompt_logprobs = has_prompt_logprobs
         self._sequence = itertools.count()
         self._ends_of_thought: frozenset[int] = frozenset()
         self.vllm_config = engine.vllm_config
@@ -123,6 +126,11 @@ class BridgeEngineClient(EngineClient):
             InvalidRequest: and vLLM's validation errors, at once.
         """
         check_sampling(params, self.limits)
+        if params.prompt_logprobs is not None and not self._has_prompt_logprobs:
+            # vLLM's engine would fail in the step, which ends all answers.
+            raise InvalidRequest(
+                "with --kv-sharing-fast-prefill there are no log probabilities of prompts (prompt_logprobs, or echo with logprobs)"
+            )
         # Clients choose request ids (X-Request-Id) and repeat them; the engine must never see one twice.
         unique_id = f"{request_id}-{next(self._sequence)}"
         adapter = self.versions.used_by(lora_request)

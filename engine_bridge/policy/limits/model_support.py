@@ -12,12 +12,13 @@ from msgspec import Struct
 
 from engine_bridge.protocol.errors import NotSupported
 
-Mechanism = Literal["adapters", "KV tiers", "prefix caching", "expert parallelism", "pictures"]
+Mechanism = Literal["adapters", "KV tiers", "prefix caching", "expert parallelism", "pictures", "drafts"]
 CONSEQUENCES: Mapping[Mechanism, str] = {
     "adapters": "every request is answered by the base model",
     "KV tiers": "KV that leaves the device is computed again, and nothing is brought nearer ahead of a request",
     "expert parallelism": "each device has a part of every expert",
     "pictures": "text alone is read",
+    "drafts": "each step computes one token of an answer",
     "prefix caching": "every prompt is computed as a whole, and nothing can be computed or brought nearer ahead of a request",
 }
 
@@ -88,9 +89,15 @@ def left_out(facts: ModelFacts) -> dict[Mechanism, str]:
     if not facts.splits_by_expert:
         # Of vLLM 0.32: its kernel reads the weights of experts that the rank does not have, and the rank ends.
         found["expert parallelism"] = "vLLM's experts on a CPU are computed whole or in parts of each"
+    has_lost_drafts = facts.is_recurrent and facts.is_speculative and not facts.undoes_drafts
+    if has_lost_drafts:
+        found["drafts"] = (
+            f"on this device vLLM leaves drafted tokens that were refused in the state of {facts.architecture}, "
+            "so that its answers would be wrong"
+        )
     if not facts.reuses_kv:
         found["KV tiers"] = "vLLM computes every prompt of this model anew here (its prefix caching is off)"
-    elif facts.is_recurrent and facts.is_speculative:
+    elif facts.is_recurrent and facts.is_speculative and not has_lost_drafts:
         found["KV tiers"] = (
             "with drafted tokens, recurrent layers have a step's state only after its KV was saved"
         )

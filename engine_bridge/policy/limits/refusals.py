@@ -168,6 +168,16 @@ _ERRORS = (
     ),
     (r"Value error, ([^\[]* is no longer supported)", "vLLM cannot serve this model: {0}", OTHER_MODEL),
     (
+        r"(torch\.\w+ is not supported for quantization method [\w-]+\. Supported dtypes: \[[^\]]*\])",
+        "{0}",
+        "Choose another --dtype",
+    ),
+    (
+        r"validation error for SchedulerConfig\s+Value error, (.*?) \[type=",
+        "{0}",
+        OTHER_SETTING,
+    ),
+    (
         r"validation error for VllmConfig\s+Value error, (.*?) \[type=",
         "vLLM cannot set this model up on this device: {0}",
         ANOTHER_DEVICE,
@@ -199,9 +209,6 @@ def refusal(facts: ModelFacts) -> UnusableModel | None:
             f"{facts.architecture} generates no text here: by its files it makes embeddings or scores",
             GENERATING,
         )
-    if facts.is_recurrent and facts.is_speculative and not facts.undoes_drafts:
-        why = f"on this device vLLM leaves drafted tokens that were refused in the state of {facts.architecture}, so that its answers would be wrong"
-        return UnusableModel(why, "Take away --speculative-config")
     if facts.missing_operation:
         why = f"vLLM's build for this device lacks the operation {facts.missing_operation}, with which {facts.architecture} computes"
         return UnusableModel(why, ANOTHER_DEVICE)

@@ -22,15 +22,31 @@ LOOK_EVERY_S = 5.0
 
 
 class Certificate:
-    """A certificate with its key, of two files, and the TLS context that uses them."""
+    """A certificate with its key, of two files or of one, and the TLS context that uses them."""
 
-    def __init__(self, cert: Path, key: Path) -> None:
-        """Read both files. Raises StartupError for files that are no certificate with its key.
+    def __init__(
+        self,
+        cert: Path,
+        key: Path | None,
+        *,
+        ca_certs: Path | None = None,
+        cert_reqs: int = ssl.CERT_NONE,
+        ciphers: str | None = None,
+    ) -> None:
+        """Read the files. Raises StartupError for files that are no certificate with its key, and for ciphers that OpenSSL does not know.
+
+        Args:
+            cert: the certificate, with its chain.
+            key: its private key; None: the first file has it, too.
+            ca_certs: certificates of those who sign clients' certificates; None: nobody.
+            cert_reqs: whether clients show a certificate, as `ssl.VerifyMode` numbers it.
+            ciphers: OpenSSL's list of ciphers up to TLS 1.2; None: Python's defaults.
 
         OpenSSL asks for the passphrase of a key that has one, as with `vllm serve`: at the terminal, or without one by reading standard input. Where
         nobody can answer such a key is refused.
         """
         self._cert, self._key = cert, key
+        self._ca_certs, self._cert_reqs, self._ciphers = ca_certs, ssl.VerifyMode(cert_reqs), ciphers
         self._seen = self._signatures()
         self.context = self._newest = self._read(may_ask=_may_tell())
         self.context.sni_callback = self._use_newest
@@ -45,19 +61,28 @@ class Certificate:
             context.load_cert_chain(self._cert, self._key, password=None if may_ask else self._refuse_to_ask)
         except (OSError, ssl.SSLError) as error:
             raise StartupError(
-                f"ssl_certfile and ssl_keyfile: {self._cert} is no certificate of the key {self._key}, or not the first of its "
+                f"ssl_certfile and ssl_keyfile: {self._cert} is no certificate of the key {self._key or 'in it'}, or not the first of its "
                 f"chain: {error}"
             ) from error
+        try:
+            if self._ca_certs is not None:
+                context.load_verify_locations(self._ca_certs)
+            if self._ciphers is not None:
+                context.set_ciphers(self._ciphers)
+        except (OSError, ssl.SSLError) as error:
+            raise StartupError(f"ssl_ca_certs and ssl_ciphers: {error}") from error
+        context.verify_mode = self._cert_reqs
         return context
 
     def _refuse_to_ask(self) -> NoReturn:
+        key = self._key or self._cert
         raise StartupError(
-            f"ssl_keyfile: {self._key} has a passphrase, which a server without a terminal or a pipe, or one that runs, asks nobody for. "
-            f"Take it off: openssl pkey -in {self._key} -out FILE"
+            f"ssl_keyfile: {key} has a passphrase, which a server without a terminal or a pipe, or one that runs, asks nobody for. "
+            f"Take it off: openssl pkey -in {key} -out FILE"
         )
 
     def _signatures(self) -> tuple[Signature, ...]:
-        return tuple(signature_of(path) for path in (self._cert, self._key))
+        return tuple(signature_of(path) for path in (self._cert, self._key or self._cert))
 
     def look(self) -> bool:
         """Read the files again if they have changed, for connections from now on. Return whether that was so. This blocks.

@@ -14,6 +14,7 @@ from engine_bridge.driver.engine import building
 from engine_bridge.driver.engine.building import engine_args
 from engine_bridge.driver.engine.engine_arguments import typed
 from engine_bridge.driver.engine.model_facts import configuration_of, missing_operation, told
+from engine_bridge.driver.engine.thinking import reasoning_config
 from engine_bridge.driver.vllm_api.argument_names import engine_arguments
 from engine_bridge.policy.limits.model_support import UnusableModel
 from engine_bridge.protocol.errors import InvalidRequest
@@ -110,6 +111,37 @@ def test_vllm_leaves_stop_strings_and_bad_words_to_the_settings(monkeypatch: pyt
         assert int(environment[name]) > 1024
 
 
+def test_what_the_environment_says_for_vllms_own_processes_is_not_for_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_MEDIA_CONNECTOR": "http", "VLLM_PORT": "1"}
+    monkeypatch.setattr(building, "_set", {})
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    building.configure_environment(demo())
+    monkeypatch.undo()
+    assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert environment["VLLM_MEDIA_CONNECTOR"] == "given" and environment["VLLM_PORT"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_here"),
+    [
+        ({}, True),
+        ({"speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}'}, True),
+        ({"speculative_config": f'{{"model": "{DEMO_MODEL_DIR}"}}'}, True),
+        ({"speculative_config": '{"model": "someone/drafts"}'}, False),
+        ({"engine_args": ("tokenizer=someone/tokenizer",)}, False),
+        ({"model": "someone/model"}, False),
+        ({"lora_modules": ("mine=someone/adapter",)}, False),
+        ({"lora_modules": (f"mine={DEMO_MODEL_DIR.parent / 'adapters' / 'pirate'}",)}, True),
+    ],
+)
+def test_a_hub_is_asked_where_not_all_of_a_model_is_a_folder(settings: Any, is_here: bool) -> None:
+    """With a model of this machine and drafts of a hub's the start ended: the hub was never asked."""
+    assert demo(**settings).is_all_here is is_here
+
+
 def test_on_a_gpu_vllm_chooses_how_many_requests_a_batch_holds() -> None:
     for device, wished, batch, sure in (
         ("cpu", None, 64, 64),
@@ -148,8 +180,31 @@ def test_steps_are_scheduled_ahead_as_vllm_would_unless_the_device_rules_it_out(
     assert given("cuda", "async-scheduling=true") is True
     assert given("cuda", "async_scheduling=false") is False
     assert given("cpu", "async-scheduling=true") is given("cpu", "async_scheduling=false") is None
-    assert list(without_effect(["async_scheduling", "seed"], "cpu")) == ["async_scheduling"]
-    assert without_effect(["async_scheduling"], "cuda") == {}
+    assert list(without_effect({"async_scheduling": "true", "seed": "1"}, "cpu")) == ["async_scheduling"]
+    assert without_effect({"async_scheduling": "true"}, "cuda") == {}
+
+
+def test_what_the_server_has_in_another_form_is_left_out_with_the_reason_or_without_one_where_it_is_so() -> (
+    None
+):
+    given = {"data_parallel_size": "2", "kv_events_config": "{}", "use_tqdm_on_load": "false", "nnodes": "1"}
+    found = without_effect(given, "cuda")
+    assert found["data_parallel_size"].startswith("one engine") and found["kv_events_config"]
+    assert found["use_tqdm_on_load"] == found["nnodes"] == ""
+    # vLLM's engine ended the start with it: the log is not its to set up.
+    assert without_effect({"log_config_file": "log.json"}, "cpu")["log_config_file"]
+    args = engine_args(demo(engine_args=tuple(f"{name}={value}" for name, value in given.items())), None)
+    assert args.data_parallel_size == 1
+
+
+def test_a_number_of_blocks_and_the_form_of_structured_outputs_are_vllms_to_take() -> None:
+    config = '{"backend": "xgrammar", "disable_additional_properties": false}'
+    given = ("num_gpu_blocks_override=64", f"structured_outputs_config={config}", "runner=generate")
+    args = engine_args(demo(engine_args=given), None)
+    assert args.num_gpu_blocks_override == 64 and args.runner == "generate"
+    outputs = args.structured_outputs_config
+    assert outputs.backend == "guidance" and not outputs.disable_any_whitespace
+    assert engine_args(demo(), None).structured_outputs_config.disable_any_whitespace
 
 
 def test_a_model_that_this_machine_has_not_seen_is_looked_at_without_another_process(
@@ -246,8 +301,28 @@ def test_what_cannot_be_set_is_refused_with_the_reason() -> None:
         (["seed"], "NAME=VALUE"),
         (["=4"], "NAME=VALUE"),
         (["seed=4"], "--seed"),
-        (["scheduler-cls=x"], "scheduler_cls cannot be set here"),
-        (["cpu_offload_gb=4", "cpu-offload-gb=5"], "twice"),
+        (["runner=pooling"], "runner cannot be set here"),
     ):
         with pytest.raises(ValueError, match=reason):
             parse(pairs, {"seed": "--seed"})
+
+
+def test_the_words_that_end_a_thought_may_be_the_operators_own() -> None:
+    """They were replaced by the parser's."""
+    words = {"reasoning_start_str": "Let me see.", "reasoning_end_str": "That is enough."}
+    args = engine_args(demo(engine_args=(f"reasoning_config={json.dumps(words)}",)), None)
+    for wished in ("none", "qwen3"):
+        found = reasoning_config(args, wished, None)
+        assert found is not None and found.reasoning_end_str == "That is enough."
+    assert reasoning_config(engine_args(demo(), None), "none", None) is None
+
+
+def test_a_batch_holds_no_more_requests_than_a_step_computes_tokens() -> None:
+    """vLLM refuses that, where both are set."""
+    assert demo(max_num_batched_tokens=32).batch_seqs == 32
+    assert demo(max_num_batched_tokens=4096).batch_seqs == 64
+    assert demo(max_num_batched_tokens=32, max_num_seqs=64).batch_seqs == 64
+
+
+def test_of_an_argument_that_is_given_twice_the_last_one_counts() -> None:
+    assert parse(["cpu_offload_gb=4", "cpu-offload-gb=5"], {}) == {"cpu_offload_gb": "5"}

@@ -226,6 +226,31 @@ def test_weights_that_do_not_fit_are_loaded_once(error: Exception, says: str) ->
     assert len(tries) == 1
 
 
+def test_tokens_that_cannot_be_drafted_are_computed_one_by_one_however_it_was_asked_for() -> None:
+    tried: list[tuple[str | None, tuple[str, ...]]] = []
+
+    def build(config: EngineConfig, tiers: KvTiers | None) -> str:
+        tried.append((config.speculative_config, config.engine_args))
+        if len(tried) == 1:
+            raise CannotHave({"drafts": "its answers would be wrong"})
+        return "an engine"
+
+    asked = EngineConfig(
+        model="m",
+        served_model_name="m",
+        speculative_config='{"method": "ngram"}',
+        engine_args=(
+            "spec-method=ngram",
+            "spec_tokens=3",
+            "stream_interval=2",
+            "per_request_spec_decode_metrics=summary",
+        ),
+    )
+    built = build_with_what_works(asked, None, build, needs_adapters=False)
+    assert tried[1] == (None, ("stream_interval=2",))
+    assert [each.mechanism for each in built.left_out] == ["drafts"]
+
+
 def test_a_wrong_setting_of_adapters_costs_them_alone() -> None:
     wrong = ValueError("1 validation error for LoRAConfig\nmax_lora_rank\n  Input should be 1 [type=literal")
     tried, left_out = built(lambda tried: wrong if tried[0] else None)

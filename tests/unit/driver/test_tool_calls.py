@@ -14,6 +14,7 @@ from vllm.tool_parsers import ToolParserManager
 from engine_bridge.calls.tool_schemas import LOOSE, closed, opened, spaced, without_remarks
 from engine_bridge.driver.apis import tool_calls
 from engine_bridge.driver.apis.tool_calls import NO_FORM, NoFormToolParser, install_tool_parser
+from engine_bridge.driver.engine.parser_plugins import load_plugins
 from engine_bridge.settings.parser_choice import REASONING_FAMILIES, TOOL_FAMILIES, Choice
 
 MODEL = Path(__file__).parents[3] / "demo" / "model"
@@ -136,6 +137,22 @@ def test_a_model_without_a_form_makes_one_call_and_its_own_stay_text() -> None:
 def test_every_family_s_parser_is_one_of_vllm_s() -> None:
     assert {family.parser for family in TOOL_FAMILIES} <= set(ToolParserManager.list_registered())
     assert {family.parser for family in REASONING_FAMILIES} <= set(ReasoningParserManager.list_registered())
+
+
+def test_a_plugin_brings_a_parser_and_one_that_cannot_be_imported_is_said(
+    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plugin = tmp_path / "of_our_own.py"
+    plugin.write_text(
+        "from vllm.tool_parsers.abstract_tool_parser import ToolParser, ToolParserManager\n"
+        "@ToolParserManager.register_module('odd_form')\n"
+        "class Odd(ToolParser):\n    pass\n",
+        encoding="utf-8",
+    )
+    load_plugins([str(plugin)])
+    assert install_tool_parser(Choice("odd_form", "it was set", is_set=True), tokenizer) == "odd_form"
+    load_plugins(["no.such.module"])
+    assert "No module named 'no'" in caplog.text
 
 
 def test_a_parser_that_fits_is_found_by_its_name_and_twice_is_as_once(tokenizer: Any) -> None:

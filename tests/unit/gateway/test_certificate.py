@@ -87,6 +87,44 @@ def test_a_chain_in_the_wrong_order_is_said(tmp_path: Path) -> None:
         Certificate(chain, Path(own.key))
 
 
+def in_one_file(trust: Trust) -> Path:
+    """A file with its certificate and its key."""
+    path = Path(trust.cert).with_suffix(".pem")
+    path.write_bytes(Path(trust.cert).read_bytes() + Path(trust.key).read_bytes())
+    return path
+
+
+async def test_clients_show_a_certificate_of_a_known_signer_where_all_must(
+    gateways: Gateways, tmp_path: Path
+) -> None:
+    """As with `vllm serve --ssl-ca-certs FILE --ssl-cert-reqs 2`; one file may hold the server's certificate and its key."""
+    server, client, other = (certified(tmp_path, name, "127.0.0.1") for name in ("server", "client", "other"))
+    gateway = await gateways(
+        ssl_certfile=in_one_file(server),
+        ssl_ca_certs=Path(client.cert),
+        ssl_cert_reqs=2,
+        ssl_ciphers="ECDHE+AESGCM",
+    )
+    for shown, is_let_in in ((client, True), (other, False), (None, False)):
+        known = ssl.create_default_context(cafile=server.cert)
+        if shown is not None:
+            known.load_cert_chain(shown.cert, shown.key)
+        connector = aiohttp.TCPConnector(ssl=known)
+        async with aiohttp.ClientSession(gateway.server.url, connector=connector) as session:
+            try:
+                async with session.get("/healthz") as reply:
+                    assert is_let_in and reply.status == 200
+            except aiohttp.ClientError:
+                assert not is_let_in
+
+
+@pytest.mark.parametrize("wrong", [{"ciphers": "NONE-SUCH"}, {"ca_certs": Path(__file__)}])
+def test_ciphers_and_signers_that_are_none_are_said(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    used = certified(tmp_path, "used", "127.0.0.1")
+    with pytest.raises(StartupError, match=r"^ssl_ca_certs and ssl_ciphers: "):
+        Certificate(Path(used.cert), Path(used.key), **wrong)
+
+
 def locked(used: Trust) -> bytes:
     """Its key, with a passphrase."""
     how = Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")

@@ -13,12 +13,13 @@ from aiohttp import web
 from click.testing import CliRunner, Result
 
 from engine_bridge.driver.vllm_api.argument_names import engine_arguments
-from engine_bridge.settings.engine_arguments import RULED_OUT
+from engine_bridge.settings import engine_arguments as engine_rules
 from gateway import cli
 from gateway.settings.config import SETTINGS
 from gateway.settings.vllm_flags import (
     ALWAYS,
     INSTEAD,
+    LEFT_OUT,
     LIMITS,
     REFUSED,
     RENAMED,
@@ -177,7 +178,14 @@ SWITCHES = (
     "--trust-remote-code",
     "--enable-prefix-caching",
 )
-FILES = ("--ssl-certfile", "--ssl-keyfile", "--chat-template")
+FILES = (
+    "--ssl-certfile",
+    "--ssl-keyfile",
+    "--ssl-ca-certs",
+    "--ssl-cert-reqs",
+    "--ssl-ciphers",
+    "--chat-template",
+)
 
 
 def rows(heading: str) -> list[tuple[list[str], list[str]]]:
@@ -227,15 +235,21 @@ def test_the_page_has_every_flag_of_the_tables_and_no_other() -> None:
         **{name: ours.partition("=")[0] for name, ours in INSTEAD.items()},
     }
     assert {flag for (flag,), _ in rows("Always so")} == ALWAYS.keys()
-    refused = {flag for flags, _ in rows("Refused") for flag in flags}
-    arguments = {f"--{name.replace('_', '-')}" for name in RULED_OUT}
-    assert refused == REFUSED.keys() | (arguments - ALWAYS.keys())
+    for heading, flags, arguments in (
+        ("Served without", LEFT_OUT, engine_rules.LEFT_OUT),
+        ("Refused", REFUSED, engine_rules.RULED_OUT),
+    ):
+        named = {f"--{name.replace('_', '-')}" for name in arguments}
+        assert {flag for those, _ in rows(heading) for flag in those} == flags.keys() | (
+            named - ALWAYS.keys() - RENAMED.keys()
+        )
 
 
 def test_none_of_our_own_flags_is_taken_for_vllms() -> None:
-    known = {*ALWAYS, *LIMITS, *REFUSED, *RENAMED, *SEVERAL}
+    known = {*ALWAYS, *LEFT_OUT, *LIMITS, *REFUSED, *RENAMED, *SEVERAL}
     assert not known & OWN
-    assert not {setting.name for setting in SETTINGS} & RULED_OUT.keys()
+    arguments = engine_rules.LEFT_OUT | engine_rules.RULED_OUT
+    assert not {setting.name for setting in SETTINGS} & arguments.keys()
 
 
 @pytest.mark.parametrize(
@@ -249,7 +263,7 @@ def test_none_of_our_own_flags_is_taken_for_vllms() -> None:
         (["--lora-modules=a=x"], ["--lora-module", "a=x"]),
         (["--allowed-origins", "https://a.example"], ["--cors-origin", "https://a.example"]),
         (["-tp", "2", "m"], ["--tensor-parallel-size", "2", "m"]),
-        (["-ep", "--pipeline-parallel-size=1"], ["--enable-expert-parallel"]),
+        (["-ep", "-q=fp8"], ["--enable-expert-parallel", "--quantization=fp8"]),
         (["--limit-mm-per-prompt", '{"image": 2, "video": 0}', "m"], ["--max-images=2", "m"]),
         (['--limit-mm-per-prompt={"image": {"count": 3, "width": 64}}'], ["--max-images=3"]),
         (['--limit-mm-per-prompt={"audio": 1}'], []),
@@ -265,8 +279,21 @@ def test_none_of_our_own_flags_is_taken_for_vllms() -> None:
         (["--max-model-len", "-1", "m"], ["--max-model-len=auto", "m"]),
         (["--log-level", "INFO", "--uvicorn-log-level=trace"], ["--log-level=info", "--log-level=debug"]),
         (["--no-enable-lora", "m"], ["--adapters=off", "m"]),
-        (["--no-enable-log-outputs", "--no-use-tqdm-on-load", "--seed", "1"], ["--seed", "1"]),
-        (["--response-role", "assistant", "-asc=1", "-n", "1", "m"], ["m"]),
+        (["--no-enable-log-outputs", "--seed", "1"], ["--seed", "1"]),
+        (["--response-role", "assistant", "-asc=1", "m"], ["m"]),
+        (["--max-log-len", "100", "m"], ["m"]),
+        (["--allowed-origins", '["*"]', "m"], ["--cors-origin", "*", "m"]),
+        (["--kv-cache-memory-bytes", "1.5g", "m"], ["--kv-cache-gib=1.3969838619232178", "m"]),
+        (["--kv-cache-memory-bytes=2G"], ["--kv-cache-gib=2.0"]),
+        (["--kv-cache-memory-bytes", "much"], ["--kv-cache-gib=much"]),
+        (["--kv-offloading-size", "4"], ["--kv-host-gib", "4"]),
+        (["--max-num-batched", "2k", "m"], ["--max-num-batched-tokens=2000", "m"]),
+        (["--tool-call", "hermes", "--allowed-o", "*"], ["--tool-parser", "hermes", "--cors-origin", "*"]),
+        (["--max-n", "1"], ["--max-n", "1"]),
+        (["-qfp8", "-q", "None", "m"], ["--quantization=fp8", "m"]),
+        (["--host", "", "--tool-call-parser=None", "--otlp-traces-endpoint", "", "m"], ["m"]),
+        (["--max-model-len", "None", "--lora-modules", "", "--port", "1"], ["--port", "1"]),
+        (["--api-key", ""], ["--api-key", ""]),
         (["-O3", "m"], ["--optimization-level=3", "m"]),
         (["-O", "2"], ["--optimization-level=2"]),
         (["-O"], ["-O"]),
@@ -276,6 +303,7 @@ def test_none_of_our_own_flags_is_taken_for_vllms() -> None:
             ["m", "--seed", "1", '--speculative-config={"method": "ngram", "a": {"b": 4000}}'],
         ),
         (["--x.a=1", "--x.a.b=2"], ['--x={"a": {"b": 2}}']),
+        (["--x.a+=b,c", "--x.a+", "d", "--x.n", "1g"], ['--x={"a": ["b", "c", "d"], "n": 1000000000}']),
         (["--api-key=a.b", "--x.a"], ["--api-key=a.b", "--x.a"]),
     ],
 )
@@ -303,10 +331,70 @@ def test_a_flag_of_an_engine_argument_is_taken_by_its_name_and_any_other_is_unkn
             translate(["--limit-mm-per-prompt", *wrong], OWN)
 
 
-@pytest.mark.parametrize("line", ["--no-enable-auto-tool-choice", "--response-role user", "-dpl 2"])
-def test_a_flag_that_says_what_cannot_be_is_refused_with_the_reason(line: str) -> None:
+@pytest.mark.parametrize(
+    ("line", "made"),
+    [
+        ("--no-enable-auto-tool-choice --seed 1", "--seed 1"),
+        ("--response-role user m", "m"),
+        ("--api_server_count=4 --enable-log-requests m", "m"),
+        ("--no-enable-chunked-prefill m", "m"),
+    ],
+)
+def test_what_vllm_would_serve_and_this_server_lacks_is_left_out_with_a_line(line: str, made: str) -> None:
+    said: list[str] = []
+    assert translate(line.split(), OWN, engine_arguments, say=said.append) == made.split()
+    assert said and all(re.match(r"^--[a-z-]+ changes nothing here: ...", each) for each in said)
+
+
+def test_the_command_says_what_is_left_out_and_goes_on() -> None:
+    done = run("config", "--enable-log-requests", "-dp", "2")
+    assert done.exit_code == 0 and "data_parallel_size=2" in done.stdout
+    assert done.stderr.startswith("overture: --enable-log-requests changes nothing here: prompts are never")
+
+
+@pytest.mark.parametrize("line", ["--headless", "--middleware a.b", "--grpc-port=3"])
+def test_a_flag_that_asks_for_another_server_is_refused_with_the_reason(line: str) -> None:
     with pytest.raises(FlagRefusal, match=r"^--[a-z-]+: ..."):
         translate(line.split(), OWN, engine_arguments)
+
+
+def test_the_config_file_of_vllm_serve_is_taken_and_flags_win(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        """
+        model: demo/model
+        max_model_len: 2k
+        port: 8123
+        served-model-name: [a, b]
+        enforce-eager: true
+        enable-prefix-caching: false
+        allowed-origins: []
+        compilation-config: {mode: 0}
+        api-key: [secret]
+        """,
+        encoding="utf-8",
+    )
+    said = shown("--port", "8124", "--config", str(file), "--api-key", "x", "--api-key", "y")
+    for expected in (
+        r"model +\S*demo/model +flag",
+        r"max_model_len +2000 ",
+        r"port +8124 ",
+        r"served_model_name +a ",
+        r"served_model_aliases +b ",
+        r"enforce_eager +true ",
+        r"enable_prefix_caching +false ",
+        r'engine_args +compilation_config=\{"mode": 0\} ',
+        r"api_keys +2 set",
+    ):
+        assert re.search(f"^{expected}", said, re.MULTILINE), expected
+    assert re.search(r"^port +8123 ", shown("demo/model", f"--config={file}"), re.MULTILINE)
+    file.write_text("served-model-name: [a, b]\nquantization: null\n", encoding="utf-8")
+    said = shown("--config", str(file))
+    assert re.search(r"served_model_aliases +b ", said) and re.search(r"quantization +unset", said)
+    for text, why in (("[1]", "holds no flags"), ("a: [", "cannot read")):
+        file.write_text(text, encoding="utf-8")
+        assert why in run("config", "--config", str(file)).stderr
+    assert "cannot read" in run("config", "--config", str(tmp_path / "none.yml")).stderr
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,8 @@ def test_each_fault_is_a_problem_of_the_start_and_of_the_doctor(
 def test_what_comes_from_elsewhere_is_not_asked_of_the_folder(folder: Path, tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "tokenizer.json").unlink()
-    elsewhere = ("load_format=dummy", "tokenizer=/somewhere/else")
+    (folder / "config.json").unlink()
+    elsewhere = ("load_format=dummy", "tokenizer=/somewhere/else", "hf_config_path=/somewhere/else")
     config = Config(model=str(folder), device="cpu", data_dir=tmp_path, engine_args=elsewhere)
     assert at_start(config)[0] == []
 

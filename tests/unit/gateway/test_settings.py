@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine_bridge.protocol.errors import InvalidRequest
 from gateway.errors import GatewayError
 from gateway.settings.config import DEMO_ADAPTERS_DIR, DEMO_MODEL_DIR, Config, ConfigError
 from gateway.settings.data_folder import tighten
@@ -193,6 +194,45 @@ def test_the_key_in_vllms_variable_closes_the_server_where_no_setting_gives_one(
     assert not load(environ={"VLLM_API_KEY": ""}).has_api_keys
 
 
+def test_adapters_are_loaded_over_http_where_the_environment_of_vllm_serve_allows_it() -> None:
+    environ = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+    assert load(environ=environ).allow_adapter_loading
+    assert not load({"allow_adapter_loading": False}, environ).allow_adapter_loading
+    assert not load(environ={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0"}).allow_adapter_loading
+
+
+@pytest.mark.parametrize("written", ["/llm", "/llm/", "llm"])
+def test_a_path_under_a_proxy_begins_with_a_slash_and_ends_with_none(written: str) -> None:
+    assert load({"root_path": written}).root_path == "/llm"
+    assert load({"root_path": "/"}).root_path == ""
+
+
+def test_with_the_policy_of_priorities_clients_may_go_before_others_unless_it_is_ruled_out() -> None:
+    assert load({"scheduling_policy": "priority"}).client_priority
+    assert not load({"scheduling_policy": "priority", "client_priority": False}).client_priority
+    assert not load({"scheduling_policy": "fcfs"}).client_priority
+
+
+def test_an_adapter_of_a_hub_is_served_from_the_hubs_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gateway.app import node_config
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    config = load({"lora_modules": ("mine=someone/adapter", f"own={tmp_path}")})
+    with pytest.raises(
+        InvalidRequest, match="someone/adapter is no folder here, and the hub does not give it"
+    ):
+        node_config(config)
+    repository = tmp_path / "models--someone--adapter"
+    version = repository / "snapshots" / ("a" * 40)
+    version.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a" * 40)
+    assert node_config(config).adapters == (("mine", str(version)), ("own", str(tmp_path)))
+
+
 def test_a_hubs_token_is_not_shown_among_the_engines_arguments() -> None:
     for name in ("hf_token", "hf-token", "--hf-token"):
         config = load({"engine_args": (f"{name}=hf_x1y2z3", "cpu_offload_gb=4")})
@@ -209,13 +249,6 @@ def test_a_chat_template_may_stand_in_one_line_as_with_vllm(tmp_path: Path) -> N
     for template, expected in ((line, line), ("own.jinja", "of a file"), (None, None)):
         config = load({"chat_template": template}, cwd=tmp_path)
         assert node_config(config).engine.chat_template == expected
-
-
-def test_a_config_file_of_vllms_is_answered_with_what_to_give_in_its_place(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"c\.yaml: a config file in YAML is vLLM's; give its lines as flags"
-    ):
-        load(cwd=tmp_path, config_file=tmp_path / "c.yaml")
 
 
 def test_keys_are_never_shown(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from engine_bridge.policy.limits.refusals import is_final, refusal, refusal_of
         ({"is_speculative": True}, []),
         ({"splits_by_expert": False}, ["expert parallelism"]),
         ({"is_recurrent": True, "is_speculative": True}, ["KV tiers"]),
+        ({"is_recurrent": True, "is_speculative": True, "undoes_drafts": False}, ["drafts"]),
         ({"reuses_kv": False, "is_recurrent": True}, ["KV tiers"]),
         ({"takes_adapters": False, "reuses_kv": False}, ["adapters", "KV tiers"]),
     ],
@@ -37,11 +38,6 @@ def test_what_a_model_cannot_have_follows_from_its_facts(
     ("facts", "says", "helps"),
     [
         ({"missing_operation": "odd_scan"}, "lacks the operation odd_scan", "--device"),
-        (
-            {"is_recurrent": True, "is_speculative": True, "undoes_drafts": False},
-            "answers would be wrong",
-            "--speculative-config",
-        ),
         ({"generates": False}, "generates no text", "--embedding-model"),
         ({"has_encoder": True}, "by an encoder", "that generates text"),
     ],
@@ -74,6 +70,19 @@ def test_a_model_that_cannot_be_served_is_refused_with_what_to_do(
             False,
         ),
         ("Unsupported CPU attention configuration: head_dim=40 isa=1", "head_dim=40", "--device", True),
+        (
+            "ValidationError: 1 validation error for SchedulerConfig\n  Value error, odd_tokens (2) must be more [type=value_error, in",
+            "odd_tokens (2) must be more",
+            "Change the setting",
+            True,
+        ),
+        (
+            "ValidationError: 1 validation error for VllmConfig\n  Value error, torch.float32 is not supported for quantization method fp8. "
+            "Supported dtypes: [torch.bfloat16, torch.float16] [type=value_error, input_value=...]",
+            "Supported dtypes: [torch.bfloat16, torch.float16]",
+            "--dtype",
+            True,
+        ),
         (
             "TypeError: CPUAttentionBackendImpl.__init__() got an unexpected keyword argument 'odd_window'",
             "asks of it: odd_window",
