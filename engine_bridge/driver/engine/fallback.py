@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from msgspec.structs import replace
@@ -66,7 +66,7 @@ def build_with_what_works(
         Exception: that of the first try, where nothing that can be left out helps.
     """
     known: dict[Mechanism, str] = {}
-    first: Exception | None = None
+    failed: list[Exception] = []
     guesses = _guesses(
         has_tiers=tiers is not None, may_lose_adapters=config.enable_lora and not needs_adapters
     )
@@ -84,24 +84,32 @@ def build_with_what_works(
             known |= new
         except Exception as error:
             _let_go(error)
-            if first is None and config.max_images and may_be_of_pictures(_said(error)):
+            if not failed and config.max_images and may_be_of_pictures(_said(error)):
                 guess = frozenset({"pictures"})
             else:
                 guess = _next(guesses, guess, error)
-            first = first or error
+            failed.append(error)
             if not guess:
-                if (refused := _refusal(first)) is not None:
-                    raise refused from first
-                raise first from None
+                if (refused := _refusal(failed[0])) is not None:
+                    raise refused from failed[0]
+                raise failed[0] from None
             log.warning(
                 "the engine cannot be built as set up and is built again without %s. The reason: %s",
                 " and ".join(sorted(guess)),
                 _in_short(error),
             )
-    if first is not None:
-        for mechanism in sorted(guess):
-            known.setdefault(mechanism, f"the engine cannot be built with it ({_in_short(first)})")
+    known |= _reasons(guess - known.keys(), failed)
     return Built(driver, tried, tuple(_say(known, tiers)))
+
+
+def _reasons(guess: Set[Mechanism], failed: Sequence[Exception]) -> dict[Mechanism, str]:
+    """Return why each mechanism of a guess is left out: pictures by the first error that may be of pictures, others by the first other one."""
+    found: dict[Mechanism, str] = {}
+    for mechanism in sorted(guess):
+        is_theirs = mechanism == "pictures"
+        cause = next((each for each in failed if may_be_of_pictures(_said(each)) == is_theirs), failed[0])
+        found[mechanism] = f"the engine cannot be built with it ({_in_short(cause)})"
+    return found
 
 
 def _next(guesses: Iterator[Set[Mechanism]], guess: Set[Mechanism], error: Exception) -> Set[Mechanism]:

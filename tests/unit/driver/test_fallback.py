@@ -83,7 +83,9 @@ def test_pictures_and_adapters_may_both_be_at_fault() -> None:
 
     _, last, left_out = build_with_what_works(CONFIG, None, build, needs_adapters=False)
     assert (last.max_images, last.enable_lora) == (0, False)
-    assert {each.mechanism for each in left_out} == {"pictures", "adapters"}
+    why = {each.mechanism: each.why for each in left_out}
+    assert why.keys() == {"pictures", "adapters"}
+    assert "No module named 'odd'" in why["pictures"] and str(ODD) in why["adapters"]
 
 
 def test_what_works_is_built_once() -> None:
