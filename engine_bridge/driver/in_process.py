@@ -39,14 +39,19 @@ def runner_of(engine: Any) -> Any:
 
 
 def kv_caches_of(engine: Any) -> list[Any]:
-    """Return an in-process engine's KV cache: a tensor for each layer, or for the layers of several groups that share its memory."""
-    from engine_bridge.driver.memory.block_copy import distinct, whole_pages
+    """Return an in-process engine's KV cache: see `kv_caches_in`."""
+    return kv_caches_in(runner_of(engine))
 
-    runner = runner_of(engine)
+
+def kv_caches_in(runner: Any) -> list[Any]:
+    """Return a model runner's KV cache in the pool's blocks: a tensor for each layer, or for the layers of several groups that share its memory."""
+    from engine_bridge.driver.memory.block_copy import distinct, in_blocks, whole_pages
+
+    config = runner.kv_cache_config
     # All groups have blocks of the same bytes where layers of several share memory.
-    pages = {group.kv_cache_spec.page_size_bytes for group in runner.kv_cache_config.kv_cache_groups}
+    pages = {group.kv_cache_spec.page_size_bytes for group in config.kv_cache_groups}
     page_bytes = pages.pop() if len(pages) == 1 else 0
-    return distinct(whole_pages(each, page_bytes) for each in runner.kv_caches)
+    return distinct(whole_pages(in_blocks(each, config.num_blocks), page_bytes) for each in runner.kv_caches)
 
 
 def reuses_kv(vllm_config: Any) -> bool:

@@ -61,7 +61,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._layout = layout_of(kv_cache_config, vllm_config)
-        self._vllm_config, self._groups = vllm_config, kv_cache_config.kv_cache_groups
+        self._vllm_config, self._cache_config = vllm_config, kv_cache_config
         self._by_layer = bool(vllm_config.kv_transfer_config.kv_connector_extra_config["by_layer"])
         if role == KVConnectorRole.SCHEDULER:
             self._tiers = find_tiers(vllm_config)
@@ -196,7 +196,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Attach the tiers to a new engine's cache, a tensor per layer by the layer's name."""
-        self._layers = Layers(kv_caches, self._groups)
+        self._layers = Layers(kv_caches, self._cache_config.kv_cache_groups, self._cache_config.num_blocks)
         self._step = self.begin_work(self._layers)
 
     def begin_work(self, layers: Layers) -> Any:

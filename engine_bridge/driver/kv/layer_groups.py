@@ -101,14 +101,21 @@ class Layers:
         group_of, region_of: by a layer's name, the numbers of its group and of its memory. A layer that only reads another's KV may have no group.
         places_of: by group, the pairs of its number and each of its regions.
         plan: which layers keep their KV where, and in what form.
+
+    Args:
+        kv_caches: by a layer's name, its part of the cache, in blocks of the pool's or of its kernel's.
+        num_blocks: how many blocks the pool has.
     """
 
-    def __init__(self, kv_caches: Mapping[str, torch.Tensor], groups: Sequence[Any]) -> None:
-        from engine_bridge.driver.memory.block_copy import distinct, whole_pages
+    def __init__(self, kv_caches: Mapping[str, torch.Tensor], groups: Sequence[Any], num_blocks: int) -> None:
+        from engine_bridge.driver.memory.block_copy import distinct, in_blocks, whole_pages
 
+        self._num_blocks = num_blocks
         states = _states_of(groups)
         kv_caches = {
-            name: whole_pages(tensor, states[name].page_size_bytes) if name in states else tensor
+            name: whole_pages(tensor, states[name].page_size_bytes)
+            if name in states
+            else in_blocks(tensor, num_blocks)
             for name, tensor in kv_caches.items()
         }
         self.regions = distinct(kv_caches.values())
@@ -141,6 +148,10 @@ class Layers:
             raise CannotHave({"KV tiers": str(error)}) from error
         if len(sizes) != 1:
             raise CannotHave({"KV tiers": f"layers have KV blocks of different sizes: {sorted(sizes)}"})
+        if any(region.shape[0] != self._num_blocks for region in self.regions):
+            raise CannotHave(
+                {"KV tiers": "layers do not keep their KV in the blocks that the engine hands out"}
+            )
         first = self.regions[0]
         shape, strides = tuple(first.shape[1:]), tuple(first.stride()[1:])
         return LayerFacts(

@@ -334,6 +334,18 @@ def kv_rows(kv_cache: torch.Tensor) -> torch.Tensor:
     return rows
 
 
+def in_blocks(kv_cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """Return a layer's cache with the pool's `num_blocks` blocks as its first dimension, without a copy.
+
+    A kernel may take blocks of fewer tokens than the pool's. vLLM hands out the cache in the kernel's: several that follow one another are one of the
+    pool's. A cache whose first dimension is no multiple of `num_blocks` is returned as it is.
+    """
+    num_rows = kv_cache.shape[0]
+    if num_rows == num_blocks or num_rows % num_blocks:
+        return kv_cache
+    return kv_cache.unflatten(0, (num_blocks, -1))
+
+
 def whole_pages(kv_cache: torch.Tensor, page_bytes: int) -> torch.Tensor:
     """Return a recurrent layer's states with what fills each block's memory up to `page_bytes`, shape (num_blocks, page_bytes).
 

@@ -11,6 +11,7 @@ from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
 
 from engine_bridge.driver.engine import worker_parts
+from engine_bridge.driver.in_process import kv_caches_in
 from engine_bridge.driver.ranks.calls import answered
 from engine_bridge.driver.ranks.failing import telling
 from engine_bridge.driver.ranks.messages import RegionCopy
@@ -117,20 +118,19 @@ class Rank:
     @answered
     def overture_fill_cache(self) -> tuple[int, int]:
         """Write numbers into this rank's KV cache, for a measurement. Returns the number of its regions, and a block's bytes in one of them."""
-        from engine_bridge.driver.memory.block_copy import distinct, layer_bytes
+        from engine_bridge.driver.memory.block_copy import layer_bytes
         from engine_bridge.driver.profiling.requests import fill_kv
 
-        caches = distinct(self.model_runner.kv_caches)
+        caches = kv_caches_in(self.model_runner)
         fill_kv(caches)
         return len(caches), layer_bytes(caches[0])
 
     @answered
     def overture_zero(self, blocks: list[int]) -> None:
         """Overwrite these blocks of this rank's KV cache."""
-        from engine_bridge.driver.memory.block_copy import distinct
         from engine_bridge.driver.memory.zeroing import zero
 
-        zero(distinct(self.model_runner.kv_caches), blocks)
+        zero(kv_caches_in(self.model_runner), blocks)
 
     def _copies(self) -> RankCopies:
         from engine_bridge.driver.vllm_api import get_kv_transfer_group

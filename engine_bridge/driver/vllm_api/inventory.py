@@ -292,7 +292,7 @@ vllm.v1.outputs:KVConnectorOutput KV_TIERS
     read invalid_block_ids
     RANKS: read kv_connector_worker_meta
 vllm.v1.kv_cache_interface:KVCacheConfig ENGINE
-    read kv_cache_groups
+    read kv_cache_groups num_blocks
 vllm.v1.kv_cache_interface:KVCacheGroupSpec KV_TIERS
     read kv_cache_spec layer_names
 vllm.v1.kv_cache_interface:FullAttentionSpec KV_TIERS

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 from vllm.v1 import kv_cache_interface as vllm_kv
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.utils import allocate_kv_cache
 
 from engine_bridge.core.kv.restoring import LoadBlocks
 from engine_bridge.core.kv.step_moves import SaveJob, StepMoves
 from engine_bridge.driver.engine.engine import VllmDriver
 from engine_bridge.driver.kv.kv_connector import _OwnStep
 from engine_bridge.driver.kv.layer_groups import Layers, layout_of
-from engine_bridge.driver.memory.block_copy import CpuCopier
+from engine_bridge.driver.memory.block_copy import CpuCopier, kv_rows
 from engine_bridge.policy.kv.kv_layout import KvLayout, LayerGroup
 from engine_bridge.policy.limits.model_support import CannotHave
 from kvtiers.blocks import Stage
@@ -37,7 +39,8 @@ class Stepped(Bench):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         names = [str(number) for number in range(len(self.device))]
-        self.layers = Layers(dict(zip(names, self.device, strict=True)), [group_of_names(*names)])
+        caches = dict(zip(names, self.device, strict=True))
+        self.layers = Layers(caches, [group_of_names(*names)], NUM_DEVICE_BLOCKS)
         self.folder, self.step = folder, _OwnStep(self.tiers, self.layers, ())
         self.save("read", READ)
         self.store.flush()
@@ -173,7 +176,8 @@ def test_what_each_kind_of_attention_looks_at_is_known_and_of_others_it_is_said_
 def test_layers_of_several_groups_share_memory_and_one_that_only_reads_has_no_group() -> None:
     first, second = torch.zeros(2, 8, 64, dtype=torch.uint8)
     caches = {"full 0": first, "full 1": second, "window 0": first, "window 1": second, "reader": second}
-    layers = Layers(caches, [group_of_names("window 0", "window 1"), group_of_names("full 0", "full 1")])
+    groups = [group_of_names("window 0", "window 1"), group_of_names("full 0", "full 1")]
+    layers = Layers(caches, groups, num_blocks=8)
     assert [region.data_ptr() for region in layers.regions] == [first.data_ptr(), second.data_ptr()]
     assert layers.region_of == {"full 0": 0, "full 1": 1, "window 0": 0, "window 1": 1, "reader": 1}
     assert layers.places_of == {0: {(0, 0), (0, 1)}, 1: {(1, 0), (1, 1)}} and "reader" not in layers.group_of
@@ -186,9 +190,50 @@ def test_a_recurrent_layers_memory_is_whole_blocks() -> None:
     spec = vllm_kv.MambaSpec(
         block_size=32, shapes=((10,),), dtypes=(torch.float32,), mamba_cache_mode="align", page_size_padded=64
     )
-    layers = Layers({"state": state}, [group_of_names("state", spec=spec)])
+    layers = Layers({"state": state}, [group_of_names("state", spec=spec)], num_blocks=8)
     assert layers.regions[0].shape == (8, 64) and layers.regions[0].data_ptr() == raw.data_ptr()
     assert str(spec.shapes) in str(layers.plan)
+
+
+def gpu_caches(layout: KVCacheLayout, spec: Any, kernel_tokens: int) -> tuple[dict[str, torch.Tensor], Any]:
+    """The caches of two layers as vLLM lays them out for a GPU whose kernel takes blocks of `kernel_tokens`, and the group of these layers."""
+    names, num_blocks = ["0", "1"], 8
+    size = len(names) * num_blocks * spec.page_size_bytes
+    strides = vllm_kv.compute_layout_strides(spec, num_blocks, len(names), layout)
+    tensor = vllm_kv.KVCacheTensor(size=size, layers=names, layer_stride=strides[0], block_stride=strides[1])
+    group = vllm_kv.KVCacheGroupSpec(names, spec)
+    config = vllm_kv.KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[tensor], kv_cache_groups=[group])
+    return allocate_kv_cache(config, torch.device("cpu"), layout, [kernel_tokens]), group
+
+
+@pytest.mark.parametrize("layout", [KVCacheLayout.LBNHC, KVCacheLayout.LBHNC])
+@pytest.mark.parametrize("kernel_tokens", [128, 64, 16])
+def test_a_block_is_the_pools_however_few_tokens_the_kernels_blocks_have(
+    layout: KVCacheLayout, kernel_tokens: int
+) -> None:
+    """FlashMLA's kernel takes blocks of 64 tokens, FlashInfer's of at most 64 on most GPUs; `--block-size` may be larger."""
+    spec = vllm_kv.FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=16, dtype=torch.bfloat16)
+    caches, group = gpu_caches(layout, spec, kernel_tokens)
+    assert caches["0"].shape[0] == 8 * 128 // kernel_tokens
+    layers = Layers(caches, [group], num_blocks=8)
+    assert layers.facts().region_bytes == spec.page_size_bytes
+    whole = caches["0"].untyped_storage()
+    for region, rows in enumerate(map(kv_rows, layers.regions)):
+        rows[3] = 1 + region
+        start = (8 * region + 3) * spec.page_size_bytes
+        assert (
+            bytes(whole[start : start + spec.page_size_bytes]) == bytes([1 + region]) * spec.page_size_bytes
+        )
+    assert sum(bytes(whole)) == spec.page_size_bytes * (1 + 2), "no other block is written"
+
+
+def test_layers_whose_memory_is_not_in_the_pools_blocks_are_told() -> None:
+    spec = vllm_kv.FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=16, dtype=torch.bfloat16)
+    layer_inside = gpu_caches(KVCacheLayout.BLHNC, spec, 16)
+    others = gpu_caches(KVCacheLayout.LBNHC, spec, 16)
+    for (caches, group), num_blocks in ((layer_inside, 8), (others, 7)):
+        with pytest.raises(CannotHave, match="KV tiers"):
+            Layers(caches, [group], num_blocks).facts()
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -48,7 +48,8 @@ class Rank:
     def __init__(self, number: int) -> None:
         generator = torch.Generator().manual_seed(number)
         self.layers = {str(layer): torch.rand(SHAPE, generator=generator) for layer in range(NUM_LAYERS)}
-        self.copies = RankCopies(Layers(self.layers, [group_of_names(*self.layers)]), (), by_layer=True)
+        layers = Layers(self.layers, [group_of_names(*self.layers)], NUM_BLOCKS)
+        self.copies = RankCopies(layers, (), by_layer=True)
         self.number = number
 
     def step(self, moves: RankMoves, *, num_layers: int = NUM_LAYERS) -> StepAnswers | None:
