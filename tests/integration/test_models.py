@@ -13,7 +13,7 @@ import logging
 import shutil
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -240,7 +240,7 @@ async def test_beside_experts_adapters_change_what_their_merged_weights_change(t
         adapter_folders_of(family)[0],
         [text(at, 300) for at in range(3)],
     )
-    write_adapter(tmp_path / "of experts", "model.layers.0.mlp.experts.0.up_proj", (128, 64))
+    write_adapter(tmp_path / "of experts", {"model.layers.0.mlp.experts.0.up_proj": (128, 64)})
     oracle = Oracle(model)
     async with engine(model, tiers_in(tmp_path / "kv"), enable_lora=True) as node:
         assert not node.figures().left_out
@@ -257,7 +257,7 @@ async def test_pictures_are_read_with_the_adapter_that_a_name_has_now(tmp_path: 
     """Where adapters change how a model reads pictures: what was read with an adapter's first version is none of its second one's."""
     folders = [tmp_path / str(seed) for seed in range(2)]
     for seed, folder in enumerate(folders):
-        write_adapter(folder, "model.visual.blocks.0.attn.proj", (64, 64), seed=seed)
+        write_adapter(folder, {"model.visual.blocks.0.attn.proj": (64, 64)}, seed=seed)
     reads_by_adapter = ("enable_tower_connector_lora=true",)
     model = folder_of(KNOWN["qwen2.5-vl"])
     async with engine(model, None, enable_lora=True, max_lora_rank=8, engine_args=reads_by_adapter) as node:
@@ -278,22 +278,48 @@ async def test_pictures_are_read_with_the_adapter_that_a_name_has_now(tmp_path: 
         assert await look("changing", folders[1]) == second
 
 
+async def test_adapters_on_their_way_read_pictures_as_those_that_have_arrived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device of its own the host computes for an adapter on its way. A step with pictures has rows of several kinds: the device waits there."""
+    from engine_bridge.driver.adapters import build, slots
+
+    from .test_adapters import LateStacks
+
+    seeing, speaking = "model.visual.blocks.0.attn.proj", "model.language_model.layers.0.self_attn.o_proj"
+    write_adapter(tmp_path / "tuned", {seeing: (64, 64), speaking: (128, 128)})
+    rules_of = build.Rules
+    monkeypatch.setattr(slots, "make_slots", LateStacks)
+    monkeypatch.setattr(build, "Rules", lambda **facts: rules_of(**facts | {"fills_from_copies": True}))
+    model, settings = folder_of(KNOWN["qwen2.5-vl"]), ("enable_tower_connector_lora=true",)
+    said = []
+    for has_arrived in (False, True):
+        monkeypatch.setattr(LateStacks, "is_open", has_arrived)
+        async with engine(model, None, enable_lora=True, adapters_in_kv=False, engine_args=settings) as node:
+            await nodes.load(node, "tuned", tmp_path / "tuned")
+            body = about(picture(1)) | {"model": "tuned"}
+            reply = await node.serve("chat", body, {}, EngineRequest(adapter="tuned"))
+            assert isinstance(reply, JsonReply) and reply.status == 200, reply
+            said.append(orjson.loads(reply.body)["choices"][0]["token_ids"])
+    assert said[0] == said[1]
+
+
 async def load(node: LocalNode, name: str, folder: Path) -> JsonReply:
     return await node.load_adapter({"lora_name": name, "lora_path": str(folder)})
 
 
-def write_adapter(folder: Path, module: str, widths: tuple[int, int], seed: int = 0) -> None:
-    """Write an adapter of rank 8 for one module, with its numbers of inputs and outputs."""
-    num_in, num_out = widths
+def write_adapter(folder: Path, modules: Mapping[str, tuple[int, int]], seed: int = 0) -> None:
+    """Write an adapter of rank 8 for modules, each with its numbers of inputs and outputs."""
     chance = torch.Generator().manual_seed(seed)
-    halves = {
-        "lora_A": torch.randn(8, num_in, generator=chance),
-        "lora_B": torch.randn(num_out, 8, generator=chance),
-    }
-    tensors = {f"base_model.model.{module}.{half}.weight": weights for half, weights in halves.items()}
+    tensors = {}
+    for module, (num_in, num_out) in modules.items():
+        name = f"base_model.model.{module}"
+        tensors[f"{name}.lora_A.weight"] = torch.randn(8, num_in, generator=chance)
+        tensors[f"{name}.lora_B.weight"] = torch.randn(num_out, 8, generator=chance)
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    described = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": [module.rpartition(".")[2]]}
+    targets = [module.rpartition(".")[2] for module in modules]
+    described = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": targets}
     (folder / "adapter_config.json").write_text(json.dumps(described))
 
 

@@ -124,8 +124,8 @@ def own_parts(engine: Any, config: EngineConfig, copy_of: Callable[[str], str]) 
     host_bytes = int(config.adapter_host_gib * GIB)
     contract = contract_of(manager, (config.model, *config.model_names))
     manager.remove_all_adapters()  # those of vLLM's warm-up
-    may_assist = _may_assist(engine, config)
     slots = slot_kinds.make_slots(manager)
+    may_assist = _may_assist(engine, config) and not _has_rows_of_several_kinds(manager, slots)
     return AdapterParts(
         contract=contract,
         table=manager,
@@ -185,6 +185,19 @@ def _may_assist(engine: Any, config: EngineConfig) -> bool:
         "requests wait until their adapter is on the device: the host can compute for it only with --enforce-eager"
     )
     return False
+
+
+def _has_rows_of_several_kinds(manager: Any, slots: Slots) -> bool:
+    """Return whether steps with pictures have rows of several kinds, as adapters change how pictures are read, too.
+
+    The host path knows the rows of one mapping of a step, and those of tokens would be lost. On a CPU no rows are its.
+    """
+    if not slots.fills_beside_steps or not getattr(manager, "supports_tower_connector_lora", False):
+        return False
+    log.info(
+        "requests wait until their adapter is on the device: the host does not compute for adapters that read pictures"
+    )
+    return True
 
 
 def _make_workers(config: EngineConfig, manager: Any, host_bytes: int) -> AssistWorkers:
