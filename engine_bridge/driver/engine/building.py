@@ -6,9 +6,12 @@ import gc
 import json
 import logging
 import os
+import shutil
 import sys
 from dataclasses import replace
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_bridge.driver.corrections import cpu_steps, renderer, state_blocks
@@ -81,14 +84,41 @@ def configure_environment(config: EngineConfig) -> None:
         if config.is_eager:
             # Measured: the first request for logprobs compiles a helper for 30 s inside a step, and every stream waits.
             defaults["TORCH_COMPILE_DISABLE"] = "1"
-    elif config.kernel_cache is not None:
-        # Otherwise vLLM keeps them in a folder of the user's, and Triton in another where vLLM compiles nothing: a container loses both.
-        defaults["TRITON_CACHE_DIR"] = str(config.kernel_cache)
+    else:
+        defaults |= _of_gpu(config)
     for name, value in (defaults | _NEEDED).items():
         if name in _NEEDED or os.environ.get(name) in (None, _set.get(name)):
             os.environ[name] = _set[name] = value
     # vLLM loads Ray where it is installed, for executors that are not used here: that takes seconds. With this entry vLLM does not find it.
     sys.modules.setdefault("ray", None)  # type: ignore[arg-type]
+
+
+def _of_gpu(config: EngineConfig) -> dict[str, str]:
+    """Return the variables of a GPU's engine, and let it find what its packages have brought beside this Python."""
+    found = {}
+    if config.kernel_cache is not None:
+        # Otherwise vLLM keeps them in a folder of the user's, and Triton in another where vLLM compiles nothing: a container loses both.
+        found["TRITON_CACHE_DIR"] = str(config.kernel_cache)
+    if shutil.which("ninja") is None:  # a server is started without its environment being activated
+        places = os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)
+        os.environ["PATH"] = os.pathsep.join(places)
+    if not _has_sampling_kernels():
+        # vLLM samples by FlashInfer's kernels wherever it is installed, and without a compiler the start fails: they are compiled then.
+        found["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    return found
+
+
+def _has_sampling_kernels() -> bool:
+    """Return whether FlashInfer's kernels are there, or can be compiled.
+
+    Source: FlashInfer 0.7, `jit/cpp_ext.py`, and how vLLM 0.32 asks for its attention, `utils/flashinfer.py`.
+    """
+    if find_spec("flashinfer_jit_cache") is not None:
+        return True
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    in_path = shutil.which("nvcc") if not home else None
+    nvcc = in_path or shutil.which(f"{home or '/usr/local/cuda'}/bin/nvcc")
+    return nvcc is not None and shutil.which("ninja") is not None
 
 
 def logs_as_usual() -> bool:

@@ -193,7 +193,7 @@ vllm.platforms.interface:Platform ENGINE
     call is_cpu()
 vllm.envs ENVIRONMENT
     read VLLM_ENABLE_V1_MULTIPROCESSING VLLM_LOGGING_LEVEL VLLM_LOG_STATS_INTERVAL VLLM_MAX_N_SEQUENCES VLLM_MAX_IMAGE_PIXELS VLLM_NO_USAGE_STATS
-        VLLM_MAX_STOP_STRINGS VLLM_MAX_NUM_BAD_WORDS VLLM_MEDIA_CONNECTOR VLLM_CPU_OMP_THREADS_BIND
+        VLLM_MAX_STOP_STRINGS VLLM_MAX_NUM_BAD_WORDS VLLM_MEDIA_CONNECTOR VLLM_CPU_OMP_THREADS_BIND VLLM_USE_FLASHINFER_SAMPLER
 # -- the order of starting: vLLM's scheduler under our order, and the content of a step --------------------------------
 vllm.v1.core.sched.scheduler:Scheduler ENGINE at engine_core.engine_core.scheduler
     call has_requests() get_request_counts()

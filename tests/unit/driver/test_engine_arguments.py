@@ -170,6 +170,41 @@ def test_a_gpus_kernels_are_kept_in_the_data_folder_unless_the_user_says_where(
     assert environment.get("TRITON_CACHE_DIR") == wanted
 
 
+@pytest.mark.parametrize(
+    ("has_nvcc", "has_ninja", "has_kernels", "of_user", "wanted"),
+    [
+        (False, True, False, None, "0"),
+        (True, False, False, None, "0"),
+        (True, True, False, None, None),
+        (False, False, True, None, None),
+        (False, False, False, "1", "1"),
+    ],
+)
+def test_without_a_compiler_a_gpu_samples_by_kernels_that_need_none(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    has_nvcc: bool,
+    has_ninja: bool,
+    has_kernels: bool,
+    of_user: str | None,
+    wanted: str | None,
+) -> None:
+    """FlashInfer compiles its kernels when they are first asked for: without nvcc, or without ninja, the start failed."""
+    ours = tmp_path / "venv" / "bin"
+    for program, is_there in ((tmp_path / "cuda/bin/nvcc", has_nvcc), (ours / "ninja", has_ninja)):
+        program.parent.mkdir(parents=True)
+        if is_there:
+            program.touch(0o755)
+    environment = {"CUDA_HOME": str(tmp_path / "cuda"), "PATH": "/nowhere"}
+    environment |= {} if of_user is None else {"VLLM_USE_FLASHINFER_SAMPLER": of_user}
+    monkeypatch.setattr(building.os, "environ", environment)
+    monkeypatch.setattr(building.sys, "executable", str(ours / "python"))
+    monkeypatch.setattr(building, "find_spec", lambda name: object() if has_kernels else None)
+    building.configure_environment(demo(device="cuda"))
+    assert environment.get("VLLM_USE_FLASHINFER_SAMPLER") == wanted
+    assert environment["PATH"] == f"/nowhere{os.pathsep}{ours}"
+
+
 def test_steps_are_scheduled_ahead_as_vllm_would_unless_the_device_rules_it_out() -> None:
     def given(device: str, *arguments: str) -> bool | None:
         config = demo(device=device, engine_args=arguments)
