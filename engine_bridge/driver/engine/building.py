@@ -26,6 +26,7 @@ from engine_bridge.driver.vllm_api.features import (
 )
 from engine_bridge.driver.vllm_api.start import Off
 from engine_bridge.policy.limits.cores import cores_of_ranks
+from engine_bridge.policy.limits.sampler_room import GPU_BAD_WORD_TOKENS, GPU_BAD_WORDS
 from engine_bridge.settings.engine_arguments import named, without_effect
 from engine_bridge.settings.engine_config import WHATEVER_FITS, EngineConfig
 
@@ -95,7 +96,11 @@ def configure_environment(config: EngineConfig) -> None:
 
 def _of_gpu(config: EngineConfig) -> dict[str, str]:
     """Return the variables of a GPU's engine, and let it find what its packages have brought beside this Python."""
-    found = {}
+    # vLLM makes tables of this width for each request that a batch may hold.
+    found = {
+        "VLLM_MAX_NUM_BAD_WORDS": str(GPU_BAD_WORDS),
+        "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS": str(GPU_BAD_WORD_TOKENS),
+    }
     if config.kernel_cache is not None:
         # Otherwise vLLM keeps them in a folder of the user's, and Triton in another where vLLM compiles nothing: a container loses both.
         found["TRITON_CACHE_DIR"] = str(config.kernel_cache)

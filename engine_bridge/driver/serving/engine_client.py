@@ -26,6 +26,7 @@ from engine_bridge.driver.serving.adapter_waits import AdapterWaits
 from engine_bridge.driver.serving.answer import Answer
 from engine_bridge.driver.serving.call import current_call
 from engine_bridge.driver.serving.continuing import Continuing
+from engine_bridge.driver.serving.sampler_room import sampler_room_of
 from engine_bridge.driver.serving.stream_failures import engine_failed
 from engine_bridge.driver.serving.streams import Streams
 from engine_bridge.driver.vllm_api import (
@@ -40,6 +41,7 @@ from engine_bridge.driver.vllm_api import (
 )
 from engine_bridge.grammars.checker import GrammarChecker
 from engine_bridge.policy.limits.request_limits import RequestLimits, check_sampling
+from engine_bridge.policy.limits.sampler_room import check_room
 from engine_bridge.predict.custom_predictor import PATIENCE_S
 from engine_bridge.predict.hints import setting_hints
 from engine_bridge.predict.node_lengths import NodeLengths
@@ -91,6 +93,7 @@ class BridgeEngineClient(EngineClient):
         self.renderer = engine.renderer
         self.input_processor = engine.input_processor
         self._tasks = engine.get_supported_tasks()
+        self._sampler_room = sampler_room_of(engine.vllm_config)
         processor = engine.renderer.mm_processor
         self.max_images: int = (
             processor.info.allowed_mm_limits.get("image", 0) if processor is not None else 0
@@ -219,6 +222,8 @@ class BridgeEngineClient(EngineClient):
         self._streams.register(unique_id, stream)
         await self.check_grammar(request.sampling_params, tenant)
         await ban_all_forms(request.sampling_params, self.renderer)
+        if self._sampler_room is not None and request.sampling_params is not None:
+            check_room(request.sampling_params, self._sampler_room)
         if history and text is not None:
             await self._continue(request, history, text)
         await self.predict_length(request)

@@ -74,6 +74,11 @@ HALF_CHARACTERS = Feature(
     "answers behind half a character",
     "a prompt that ends inside a character comes back as the beginning of its answer",
 )
+SAMPLER_ROOM = Feature(
+    "settings within a GPU's room for them",
+    "one request with thousands of allowed tokens, or with many bad words, ends the answers of all",
+    device="cuda",
+)
 BAD_WORDS = Feature("many bad words", "one request with hundreds of bad words makes every step longer")
 EMBEDS_TOKEN = Feature(
     "grammars beside embeddings",

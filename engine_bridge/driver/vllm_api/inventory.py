@@ -1,6 +1,6 @@
 """Every name of vLLM's that this project uses, as data: `uses.py` says how it is read, `check.py` finds what has moved. Source: vLLM 0.32."""
 
-from engine_bridge.driver.vllm_api.inventory_beside import BENCH_SIDE, EMBEDDING_SIDE
+from engine_bridge.driver.vllm_api.inventory_beside import BENCH_SIDE, EMBEDDING_SIDE, SAMPLER_SIDE
 from engine_bridge.driver.vllm_api.uses import owners
 
 # The names that an engine needs.
@@ -595,4 +595,4 @@ vllm.entrypoints.serve APIS
 vllm.entrypoints.serve.utils.api_utils APIS
     call get_max_tokens(max_model_len, max_tokens, input_length, default_sampling_params)
 """)
-ALL = (*ENGINE_SIDE, *SERVING_SIDE, *EMBEDDING_SIDE, *BENCH_SIDE)
+ALL = (*ENGINE_SIDE, *SAMPLER_SIDE, *SERVING_SIDE, *EMBEDDING_SIDE, *BENCH_SIDE)

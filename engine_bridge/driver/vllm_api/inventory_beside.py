@@ -35,6 +35,17 @@ vllm.entrypoints.pooling.scoring.protocol:RerankRequest EMBEDDINGS
 vllm.entrypoints.pooling.scoring.protocol:RerankResponse EMBEDDINGS
 vllm.entrypoints.pooling.scoring.protocol:ScoreResponse EMBEDDINGS
 """)
+# The names that bounds of a GPU's sampler need beyond the engine's.
+SAMPLER_SIDE = owners("""
+vllm.config:VllmConfig SAMPLER_ROOM at vllm_config
+    read use_v2_model_runner
+vllm.sampling_params:SamplingParams SAMPLER_ROOM
+    read all_stop_token_ids allowed_token_ids bad_words_token_ids min_tokens
+vllm.v1.worker.gpu.sample.logit_bias SAMPLER_ROOM
+    read MAX_NUM_ALLOWED_TOKEN_IDS MAX_NUM_LOGIT_BIAS_TOKENS MAX_NUM_STOP_TOKEN_IDS
+vllm.envs SAMPLER_ROOM
+    read VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
+""")
 # The names that benches use beyond the server: vLLM's own queues, loading and arithmetic, to be measured beside ours.
 BENCH_SIDE = owners("""
 vllm.v1.core.sched.scheduler:Scheduler BENCHES

@@ -14,6 +14,7 @@ import msgspec
 from engine_bridge.driver.vllm_api.check import Finding, check, check_engine
 from engine_bridge.driver.vllm_api.features import Feature
 from engine_bridge.driver.vllm_api.inventory import ENGINE_SIDE, SERVING_SIDE
+from engine_bridge.driver.vllm_api.inventory_beside import SAMPLER_SIDE
 from engine_bridge.protocol.errors import SeamMoved
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ def importing_vllm() -> Iterator[None]:
 def _moved(side: Literal["engine", "serving"]) -> tuple[Finding, ...]:
     """Return the names that have moved in the installed vLLM, which stays the same: the check runs once."""
     with importing_vllm():
-        return tuple(check(ENGINE_SIDE if side == "engine" else SERVING_SIDE))
+        return tuple(check((*ENGINE_SIDE, *SAMPLER_SIDE) if side == "engine" else SERVING_SIDE))
 
 
 def features_off(findings: Iterable[Finding], device: str, *, is_built: bool = False) -> Off:
