@@ -46,7 +46,9 @@ class AdapterInBlocks(BlockLoan):
     num_bytes: int
     num_written: int = 0
     source: AdapterWeights | None = None
-    """The weights that are being written; None once all are written."""
+    """The weights that are being written, and read meanwhile; None once all are written."""
+    is_copied: Callable[[], bool] = lambda: True
+    """Once all copies have begun: says whether all are made."""
     rows: Sequence[torch.Tensor] = field(default=(), repr=False)
 
     @property
@@ -112,6 +114,7 @@ class AdapterBlocks(LentBlocks[AdapterInBlocks]):
         super().__init__(pool, on_lost, may_displace, less_valuable_than_blocks, first_to_go)
         self._rows = [kv_rows(tensor) for tensor in kv_caches]
         self._row_bytes = self._rows[0].shape[1]
+        self._is_cuda = self._rows[0].is_cuda
 
     @property
     def block_bytes(self) -> int:
@@ -145,18 +148,25 @@ class AdapterBlocks(LentBlocks[AdapterInBlocks]):
         )
 
     def write(self, max_bytes: int) -> int:
-        """Continue to write adapters, whole layers, until about `max_bytes` are written; returns the bytes written."""
+        """Continue to write adapters, whole layers, until about `max_bytes` are written; returns the bytes written.
+
+        A GPU copies behind the kernels launched so far. Until it has, an adapter counts as being written: its weights in host memory must stay.
+        """
         num_bytes = 0
         for entry in list(self._entries.values()):
-            while entry.source is not None and num_bytes < max_bytes:
+            while (
+                entry.source is not None and entry.num_written < len(entry.layers) and num_bytes < max_bytes
+            ):
                 num_bytes += self._write_layer(entry, entry.num_written, entry.source)
                 entry.num_written += 1
-                if entry.num_written == len(entry.layers):
-                    entry.source = None
+                if entry.num_written == len(entry.layers) and self._is_cuda:
+                    entry.is_copied = _here_on_the_stream()
+            if entry.num_written == len(entry.layers) and entry.is_copied():
+                entry.source = None
         return num_bytes
 
     def _clean(self, block_ids: list[int]) -> None:
-        if self._rows[0].is_cuda:
+        if self._is_cuda:
             ids = torch.tensor(block_ids, device=self._rows[0].device)
             for rows in self._rows:
                 rows.index_fill_(0, ids, 0)
@@ -210,6 +220,14 @@ class NoBlocks(AdapterBlocks):
 
     def close(self) -> None:
         """Do nothing: there is nothing to give back."""
+
+
+def _here_on_the_stream() -> Callable[[], bool]:
+    """Return what says whether the GPU has done all that was launched up to now."""
+    event = torch.cuda.Event()
+    event.record()
+    is_done: Callable[[], bool] = event.query
+    return is_done
 
 
 def _end(pieces: Sequence[TensorPiece]) -> int:

@@ -1,3 +1,4 @@
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -194,3 +195,21 @@ def test_an_adapter_that_is_worth_less_goes_before_prefixes() -> None:
     assert sum(block.block_hash is not None for block in cache.pool.blocks) == num_prefixes
     assert cache.blocks.ids() == [1]
     assert all((layer[block.block_id] == 0).all() for layer in cache.kv for block in taken)
+
+
+def test_a_gpu_has_not_written_an_adapter_before_its_copies_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights in host memory may be overwritten by another adapter as soon as it counts as written."""
+    made: list[bool] = []
+    monkeypatch.setattr(
+        torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, query=lambda: bool(made))
+    )
+    cache = Cache()
+    cache.blocks._is_cuda = True
+    assert cache.put_whole(1, make_weights(1, 4))
+    assert cache.blocks.is_writing() and not cache.blocks.holds(1)
+    assert cache.blocks.write(1 << 30) == 0 and cache.blocks.is_writing()
+    made.append(True)
+    assert cache.blocks.write(1 << 30) == 0 and cache.blocks.holds(1)
+    cache.put_whole(2, make_weights(2, 4))
+    cache.pool.get_new_blocks(NUM_BLOCKS - 1)
+    assert cache.lost == [1, 2] and not cache.blocks.is_writing()
