@@ -22,7 +22,7 @@ from gateway.packages import installed, vllm
 from gateway.settings.config import SETTINGS, Config
 from gateway.settings.declared import GROUPS, Setting
 from gateway.settings.sources import load_config
-from gateway.settings.vllm_flags import FlagRefusal, nearest, translate
+from gateway.settings.vllm_flags import FlagRefusal, check_values, nearest, translate
 from gateway.settings.yaml_file import YamlRefusal, with_lines_of_file
 from overture_client import __version__
 from overture_client.chat_command import chat
@@ -101,18 +101,25 @@ class SettingsCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Translate vLLM's flags into ours, then parse."""
+        if ctx.resilient_parsing:  # a shell completes a line, which need not be right yet
+            return super().parse_args(ctx, args)
         own = [name for param in self.params for name in (*param.opts, *param.secondary_opts)]
         try:
             takes_model = any(isinstance(param, click.Argument) for param in self.params)
-            whole = with_lines_of_file(args)
-            takes_model &= whole == args  # a list of a file's ends there
+            whole = with_lines_of_file(args, engine_arguments)
             line = translate(whole, own, engine_arguments, needs_model=takes_model, say=_say)
+            check_values(line, self._with_value())
             return super().parse_args(ctx, line)
         except (FlagRefusal, YamlRefusal) as error:
             raise click.UsageError(f"{error} (docs/from-vllm.md)", ctx) from error
         except click.NoSuchOption as error:
             meant = nearest(error.option_name, own, engine_arguments)
             raise click.NoSuchOption(error.option_name, possibilities=meant, ctx=ctx) from error
+
+    def _with_value(self) -> set[str]:
+        """Return the flags behind which a value stands."""
+        options = [param for param in self.params if isinstance(param, click.Option) and not param.is_flag]
+        return {name for option in options for name in option.opts}
 
     def get_help_option(self, ctx: click.Context) -> click.Option:
         """Return `--help`, behind which a group of settings may stand."""

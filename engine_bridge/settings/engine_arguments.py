@@ -71,6 +71,7 @@ _KINDS_OF_TEXT = {
 _SO_ANYWAY: Mapping[str, tuple[str, ...]] = {
     "distributed_executor_backend": ("uni", "mp"),
     "worker_cls": ("auto",),
+    "enable_lora": ("true",),
     "lora_dtype": ("auto",),
     "long_prefill_token_threshold": ("0",),
 } | {name: ("1",) for name in LEFT_OUT if name.endswith("_parallel_size") or name == "nnodes"}
@@ -97,9 +98,7 @@ def without_effect(given: Mapping[str, str], device: str) -> dict[str, str]:
     """
     rules = {**LEFT_OUT, **(_NOTHING_ON_CPU if device == "cpu" else {})}
     return {
-        name: ""
-        if value.lower() in ("false", *_SO_ANYWAY.get(name, ())) and name in LEFT_OUT
-        else rules[name]
+        name: "" if value.lower() in _SO_ANYWAY.get(name, ("false",)) and name in LEFT_OUT else rules[name]
         for name, value in given.items()
         if name in rules
     }

@@ -40,6 +40,8 @@ OTHER_ENV_NAMES = frozenset({"OVERTURE_URL", "OVERTURE_API_KEY", "OVERTURE_CONFI
 _VLLM_KEY = "VLLM_API_KEY"
 # By this `vllm serve` lets clients load adapters, where it is 1 or true.
 _VLLM_LOADING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+# What scripts and YAML files write where a value is missing: as a key, anybody could guess it.
+_NO_KEY = frozenset(("None", "null", "~"))
 _NAMES_OF_KEYS = ("api_keys", "operator_keys", "api_key_file")
 _OF_TLS = ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers")
 TEMPLATES = ("chat_template", "rerank_chat_template")
@@ -106,6 +108,11 @@ def _check(config: Config) -> None:
     """Check what involves more than one setting or a file: missing files, and settings that exclude each other."""
     _check_cluster(config)
     _check_engine(config)
+    for name in ("api_keys", "operator_keys"):
+        if _NO_KEY & set(getattr(config, name)):
+            raise ConfigError(
+                f"{name}: a key is missing: there is only a word for nothing ({config.sources[name]})"
+            )
     others: dict[str, Sequence[str]] = {"chat": config.model_names}
     _check_beside(config, "embedding_model", others)
     _check_beside(config, "rerank_model", others | {"embedding": [config.embedding_model_name]})

@@ -51,9 +51,16 @@ class Certificate:
         self.context = self._newest = self._read(may_ask=_may_tell())
         self.context.sni_callback = self._use_newest
 
-    def _use_newest(self, connection: ssl.SSLObject, *_: object) -> None:
-        """Give a connection that begins what was read last. A context itself is not changed: connections begin in it meanwhile."""
+    def _use_newest(self, connection: ssl.SSLObject, *_: object) -> int | None:
+        """Give a connection that begins what was read last. A context itself is not changed: connections begin in it meanwhile.
+
+        Returns the alert that ends the connection, or None. A session of before is not gone on with where clients show certificates, as who signed
+        the client's may be trusted no longer: the client begins anew.
+        """
+        if connection.session_reused and self._newest is not self.context and self._cert_reqs:
+            return ssl.ALERT_DESCRIPTION_HANDSHAKE_FAILURE
         connection.context = self._newest
+        return None
 
     def _read(self, *, may_ask: bool) -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -72,6 +79,8 @@ class Certificate:
         except (OSError, ssl.SSLError) as error:
             raise StartupError(f"ssl_ca_certs and ssl_ciphers: {error}") from error
         context.verify_mode = self._cert_reqs
+        if self._cert_reqs:
+            context.num_tickets = 0  # of TLS 1.3; sessions of TLS 1.2 end in `_use_newest`
         return context
 
     def _refuse_to_ask(self) -> NoReturn:
@@ -82,7 +91,9 @@ class Certificate:
         )
 
     def _signatures(self) -> tuple[Signature, ...]:
-        return tuple(signature_of(path) for path in (self._cert, self._key or self._cert))
+        return tuple(
+            signature_of(path) for path in (self._cert, self._key, self._ca_certs) if path is not None
+        )
 
     def look(self) -> bool:
         """Read the files again if they have changed, for connections from now on. Return whether that was so. This blocks.

@@ -1,12 +1,15 @@
 """A TLS certificate that is renewed while the server runs."""
 
+import asyncio
 import errno
 import os
 import pty
 import shutil
+import socket
 import ssl
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +119,43 @@ async def test_clients_show_a_certificate_of_a_known_signer_where_all_must(
                     assert is_let_in and reply.status == 200
             except aiohttp.ClientError:
                 assert not is_let_in
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+async def test_a_signer_that_is_taken_away_lets_nobody_in_any_more(
+    tmp_path: Path, version: ssl.TLSVersion
+) -> None:
+    """Neither by a certificate nor by a session of before, which no certificate is shown for."""
+    server, client, other = (certified(tmp_path, name, "127.0.0.1") for name in ("server", "client", "other"))
+    signers = Path(shutil.copy(client.cert, tmp_path / "signers"))
+    certificate = Certificate(Path(server.cert), Path(server.key), ca_certs=signers, cert_reqs=2)
+    known = ssl.create_default_context(cafile=server.cert)
+    known.minimum_version = known.maximum_version = version
+    known.load_cert_chain(client.cert, client.key)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(await reader.readline())
+        writer.close()
+
+    listening = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=certificate.context)
+    address = listening.sockets[0].getsockname()
+
+    def ask(session: ssl.SSLSession | None = None) -> tuple[bytes, ssl.SSLSession | None]:
+        with (
+            socket.create_connection(address) as raw,
+            known.wrap_socket(raw, server_hostname="127.0.0.1", session=session) as connection,
+        ):
+            connection.sendall(b"well\n")
+            return connection.recv(9), connection.session
+
+    async with listening:
+        said, before = await asyncio.to_thread(ask)
+        assert said == b"well\n" and (await asyncio.to_thread(ask, before))[0] == said
+        shutil.copy(other.cert, signers)
+        assert certificate.look()
+        for session in (before, None):
+            with suppress(OSError):
+                assert not (await asyncio.to_thread(ask, session))[0]
 
 
 @pytest.mark.parametrize("wrong", [{"ciphers": "NONE-SUCH"}, {"ca_certs": Path(__file__)}])

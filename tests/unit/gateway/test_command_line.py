@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
 
 from engine_bridge.driver.vllm_api.argument_names import engine_arguments
@@ -323,12 +324,40 @@ def test_a_flag_of_an_engine_argument_is_taken_by_its_name_and_any_other_is_unkn
     *made, seed, number = translate(several, OWN, engine_arguments)
     assert made[1::2] == ['logits_processors=["a:B", "c:D"]', "hf_token=true", "ignore_patterns=x"]
     assert set(made[::2]) == {"--engine-arg"} and (seed, number) == ("--seed", "1")
-    for wrong in (["--cpu-offload-gigs", "4"], ["--cpu-offload-gb"], ["--no-cpu-offload-gb"]):
+    for wrong in (["--cpu-offload-gigs", "4"], ["--no-cpu-offload-gb"]):
         assert translate(wrong, OWN, engine_arguments) == wrong
         assert "No such option" in run("config", *wrong).stderr
     for wrong in (["2"], ['{"image": "many"}'], []):
         with pytest.raises(FlagRefusal, match="expected a JSON object"):
             translate(["--limit-mm-per-prompt", *wrong], OWN)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    """
+    --host --api-key --config --tool-server --max-log-len --cpu-offload-gb --allowed-origins --limit-mm-per-prompt -q --chat-template --dtype
+    --max-model-len --ignore-patterns -O --hf-overrides.a --cc.mode
+    """.split(),
+)
+def test_a_flag_without_its_value_takes_no_other_flag_for_it(flag: str) -> None:
+    """Taken for a value, --api-key would leave the server open."""
+    done = run("config", flag, "--api-key", "zzz")
+    assert done.exit_code == 2 and "zzz" not in done.stderr
+
+
+@pytest.mark.parametrize("word", ["None", "null"])
+def test_a_word_for_nothing_is_no_key(word: str) -> None:
+    done = run_process("config", "--api-key", word)
+    assert done.returncode == 2 and "a key is missing" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "line", ["--headless --po", "--config /none.yaml --po", "--enable-log-requests --po"]
+)
+def test_a_shell_completes_a_line_that_is_not_right_yet(line: str) -> None:
+    words = ["overture", "serve", *line.split()]
+    found = ShellComplete(cli.cli, {}, "overture", "X").get_completions(words[1:-1], words[-1])
+    assert "--port" in [each.value for each in found]
 
 
 @pytest.mark.parametrize(
@@ -356,45 +385,6 @@ def test_the_command_says_what_is_left_out_and_goes_on() -> None:
 def test_a_flag_that_asks_for_another_server_is_refused_with_the_reason(line: str) -> None:
     with pytest.raises(FlagRefusal, match=r"^--[a-z-]+: ..."):
         translate(line.split(), OWN, engine_arguments)
-
-
-def test_the_config_file_of_vllm_serve_is_taken_and_flags_win(tmp_path: Path) -> None:
-    file = tmp_path / "c.yaml"
-    file.write_text(
-        """
-        model: demo/model
-        max_model_len: 2k
-        port: 8123
-        served-model-name: [a, b]
-        enforce-eager: true
-        enable-prefix-caching: false
-        allowed-origins: []
-        compilation-config: {mode: 0}
-        api-key: [secret]
-        """,
-        encoding="utf-8",
-    )
-    said = shown("--port", "8124", "--config", str(file), "--api-key", "x", "--api-key", "y")
-    for expected in (
-        r"model +\S*demo/model +flag",
-        r"max_model_len +2000 ",
-        r"port +8124 ",
-        r"served_model_name +a ",
-        r"served_model_aliases +b ",
-        r"enforce_eager +true ",
-        r"enable_prefix_caching +false ",
-        r'engine_args +compilation_config=\{"mode": 0\} ',
-        r"api_keys +2 set",
-    ):
-        assert re.search(f"^{expected}", said, re.MULTILINE), expected
-    assert re.search(r"^port +8123 ", shown("demo/model", f"--config={file}"), re.MULTILINE)
-    file.write_text("served-model-name: [a, b]\nquantization: null\n", encoding="utf-8")
-    said = shown("--config", str(file))
-    assert re.search(r"served_model_aliases +b ", said) and re.search(r"quantization +unset", said)
-    for text, why in (("[1]", "holds no flags"), ("a: [", "cannot read")):
-        file.write_text(text, encoding="utf-8")
-        assert why in run("config", "--config", str(file)).stderr
-    assert "cannot read" in run("config", "--config", str(tmp_path / "none.yml")).stderr
 
 
 @pytest.mark.parametrize(
