@@ -39,10 +39,8 @@ LEFT_OUT = _each(
         _TIERS,
     ),
     ("long_prefill_token_threshold long_prefill_token_threshold_adaptive", _STEPS),
-    (
-        "max_cpu_loras fully_sharded_loras default_mm_loras lora_dtype specialize_active_lora enable_lora",
-        _ADAPTERS,
-    ),
+    ("max_cpu_loras fully_sharded_loras default_mm_loras lora_dtype specialize_active_lora", _ADAPTERS),
+    ("enable_lora", "adapters are served wherever the model can have them: see --adapters"),
     ("kv_cache_memory_bytes", "the size of the KV cache is set by --kv-cache-gib"),
     ("pooler_config", _TEXT),
     ("skip_tokenizer_init", "the server renders conversations itself, and splits them into tokens"),

@@ -11,7 +11,7 @@ import uvloop
 
 from engine_bridge.cluster.ray_placement import RayPlacement
 from engine_bridge.process_end import leave
-from engine_bridge.protocol.errors import ClusterError, EngineUnavailable
+from engine_bridge.protocol.errors import BridgeError, ClusterError, EngineUnavailable
 from gateway.app import node_config, on_signal, say
 from gateway.errors import StartupError
 from gateway.nodes.cluster import default_name, make_placement
@@ -40,7 +40,7 @@ async def _run(config: Config) -> int:
     name = config.node_name or default_name()
     try:
         placement = await asyncio.to_thread(_place, config, name)
-    except (ConfigError, StartupError) as error:
+    except (ConfigError, StartupError, BridgeError) as error:
         say(f"error: {error}")
         return 2
     try:

@@ -14,7 +14,7 @@ from engine_bridge.driver.ranks.failing import RankFailed
 from engine_bridge.driver.ranks.starting import RankKilled
 from engine_bridge.policy.limits.model_support import CONSEQUENCES, CannotHave, Mechanism, UnusableModel
 from engine_bridge.policy.limits.refusals import is_final, may_be_of_pictures, misfit, refusal_of
-from engine_bridge.protocol.errors import SeamMoved
+from engine_bridge.protocol.errors import InvalidRequest, SeamMoved
 from engine_bridge.protocol.figures import LeftOut
 from engine_bridge.settings.engine_arguments import named
 from engine_bridge.settings.engine_config import EngineConfig
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Driver = TypeVar("Driver")
-# Errors that no mechanism can be blamed for: files that are missing, too little memory, another vLLM, a model that it does not know, a rank
-# that was killed.
-_OTHERS = (OSError, MemoryError, SeamMoved, UnusableModel, RankKilled)
+# Errors that no mechanism can be blamed for: files that are missing, too little memory, another vLLM, a model that it does not know, an engine
+# argument that is none, a rank that was killed.
+_OTHERS = (OSError, MemoryError, SeamMoved, UnusableModel, InvalidRequest, RankKilled)
 _MAX_WHY_CHARS = 300
 # What vLLM's models call the function that does so.
 _LOADING = "load_weights"

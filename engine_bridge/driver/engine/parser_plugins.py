@@ -25,7 +25,8 @@ def _load(plugin: str) -> None:
         if not Path(plugin).is_file():
             importlib.import_module(plugin)
             return
-        spec = importlib.util.spec_from_file_location(Path(plugin).stem, plugin)
+        # Under a name of its own: a file that is called as a library is, such as regex.py, must not stand in that one's place.
+        spec = importlib.util.spec_from_file_location(f"overture_plugin_{Path(plugin).stem}", plugin)
         if spec is None or spec.loader is None:
             raise ImportError("it is no Python file")
         module = importlib.util.module_from_spec(spec)

@@ -141,7 +141,7 @@ _ERRORS = (
     ),
     # Adapters are left out where theirs is wrong.
     (
-        r"validation errors? for (?!LoRAConfig)\w+Config\n(\w[\w.]*)\n\s+(.*?) \[type=",
+        r"validation errors? for (?!LoRAConfig)\w+Config\n(\w+(?:\.\w+)*?)(?:\.\w+\[[^\n]*)?\n\s+(.*?) \[type=",
         "{0} is set wrong: {1}",
         OTHER_SETTING,
     ),
@@ -155,7 +155,11 @@ _ERRORS = (
         "attention on this device has no such blocks: {0}",
         "Change --block-size, or take it away",
     ),
-    (r"(Load format `[^`]*` is not supported)", "{0}", OTHER_SETTING),
+    (
+        r"(Load format `[^`]*` is not supported|Unknown (?:config format `|attention backend: ')[^`']*[`'])",
+        "{0}",
+        OTHER_SETTING,
+    ),
     (
         r"(Cannot find the config file for \w+)",
         "the weights are not quantised so: {0}",

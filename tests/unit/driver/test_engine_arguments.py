@@ -226,6 +226,8 @@ def test_what_the_server_has_in_another_form_is_left_out_with_the_reason_or_with
     found = without_effect(given, "cuda")
     assert found["data_parallel_size"].startswith("one engine") and found["kv_events_config"]
     assert found["use_tqdm_on_load"] == found["nnodes"] == ""
+    assert without_effect({"enable_lora": "true"}, "cuda") == {"enable_lora": ""}
+    assert "--adapters" in without_effect({"enable_lora": "false"}, "cuda")["enable_lora"]
     # vLLM's engine ended the start with it: the log is not its to set up.
     assert without_effect({"log_config_file": "log.json"}, "cpu")["log_config_file"]
     args = engine_args(demo(engine_args=tuple(f"{name}={value}" for name, value in given.items())), None)

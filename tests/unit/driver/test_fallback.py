@@ -12,6 +12,7 @@ from engine_bridge.driver.kv.kv_tiers import KvTiers, TiersConfig
 from engine_bridge.driver.ranks.failing import RankFailed
 from engine_bridge.driver.ranks.starting import RankKilled
 from engine_bridge.policy.limits.model_support import CannotHave, UnusableModel
+from engine_bridge.protocol.errors import InvalidRequest
 from engine_bridge.settings.engine_config import EngineConfig
 
 CONFIG = EngineConfig(model="m", served_model_name="m", enable_lora=True)
@@ -135,6 +136,7 @@ def test_what_fails_for_unknown_reasons_is_built_with_the_smallest_loss(
         (RankKilled("rank 1 was killed"), False),
         (RankFailed("FileNotFoundError: no such folder", frozenset({"FileNotFoundError", "OSError"})), False),
         (ValueError("10 GiB KV cache memory is needed"), False),
+        (InvalidRequest("an engine argument of vLLM's: invalid float value: 'abc'"), False),
     ],
 )
 def test_what_only_the_user_can_mend_is_an_error_at_once(error: Exception, needs_adapters: bool) -> None:
@@ -180,6 +182,18 @@ def test_what_helps_nowhere_is_the_first_error() -> None:
         ),
         (ValueError("No common block size for 7 (CPU_ATTN: [MultipleOf(32)])."), "Change --block-size", 1),
         (ValueError("Load format `odd` is not supported"), "Change the setting", 1),
+        (
+            ValueError("Unknown attention backend: 'ODD'. Valid options are: A"),
+            "'ODD'.*Change the setting",
+            1,
+        ),
+        (
+            ValueError(
+                "2 validation errors for ModelConfig\nhf_overrides.dict[str,any]\n  Input is odd [type=d"
+            ),
+            "hf_overrides is set wrong: Input is odd",
+            1,
+        ),
         (
             ValueError(
                 "validation error for VllmConfig\n  Value error, Cannot find the config file for awq [type=value"

@@ -1,8 +1,10 @@
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import regex
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -142,7 +144,7 @@ def test_every_family_s_parser_is_one_of_vllm_s() -> None:
 def test_a_plugin_brings_a_parser_and_one_that_cannot_be_imported_is_said(
     tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plugin = tmp_path / "of_our_own.py"
+    plugin = tmp_path / "regex.py"  # as a library is called
     plugin.write_text(
         "from vllm.tool_parsers.abstract_tool_parser import ToolParser, ToolParserManager\n"
         "@ToolParserManager.register_module('odd_form')\n"
@@ -151,6 +153,7 @@ def test_a_plugin_brings_a_parser_and_one_that_cannot_be_imported_is_said(
     )
     load_plugins([str(plugin)])
     assert install_tool_parser(Choice("odd_form", "it was set", is_set=True), tokenizer) == "odd_form"
+    assert sys.modules["regex"] is regex
     load_plugins(["no.such.module"])
     assert "No module named 'no'" in caplog.text
 

@@ -407,6 +407,23 @@ def test_the_longest_context_may_be_what_the_kv_cache_holds() -> None:
     assert wrong == "overture: --max-model-len: expected an integer, at least 1, or auto, got 'some'\n"
 
 
+def test_a_node_says_which_adapter_the_hub_does_not_give(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    line = [
+        "--ray-address",
+        "127.0.0.1:1",
+        "--data-dir",
+        str(tmp_path),
+        "--lora-modules",
+        "a=no-such/adapter",
+    ]
+    done = run_process("node", *line)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "error: lora_modules: no-such/adapter is no folder here" in done.stdout + done.stderr
+
+
 def test_several_names_of_the_model_are_taken_and_a_model_behind_one_stays_the_model() -> None:
     def of(line: str, needs_model: bool = True) -> str:
         return " ".join(translate(line.split(), OWN, needs_model=needs_model))
