@@ -127,6 +127,8 @@ DOORS = (
     *(people, sign_in, oidc, usage, transfers, pictures),
 )
 CLOSE_STREAMS_S = 5.0
+# Settings that vLLM's API classes have as arguments of the same name.
+API_SWITCHES = ("enable_force_include_usage", "return_tokens_as_token_ids")
 
 
 def engine_config(config: Config) -> EngineConfig:
@@ -168,6 +170,7 @@ def node_config(config: Config) -> LocalNodeConfig:
         special_tokens_in_content="split" if config.mcp_servers else config.special_tokens_in_content,
         default_chat_template_kwargs=json.loads(config.default_chat_template_kwargs or "{}"),
         chat_template_content_format=config.chat_template_content_format,
+        api_switches=tuple(name for name in API_SWITCHES if getattr(config, name)),
     )
 
 

@@ -26,6 +26,7 @@ class LocalNodeConfig(Struct, frozen=True, kw_only=True):
         limits: of what one request may ask.
         default_chat_template_kwargs: what every conversation is rendered with, apart from what its request says.
         chat_template_content_format: the form in which the chat template gets contents; auto: as vLLM reads off the template.
+        api_switches: what of vLLM's API classes is switched on for every call, by their arguments' names.
         peers: where KV is lent to other nodes; None: to none.
     """
 
@@ -40,4 +41,5 @@ class LocalNodeConfig(Struct, frozen=True, kw_only=True):
     special_tokens_in_content: SpecialTokensInContent = "keep"
     default_chat_template_kwargs: dict[str, Any] = {}
     chat_template_content_format: ContentFormat = "auto"
+    api_switches: tuple[str, ...] = ()
     peers: PeerConfig | None = None

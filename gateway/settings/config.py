@@ -166,6 +166,12 @@ class Config(TlsSettings, frozen=True, kw_only=True):
             "Arguments of the chat template for every conversation, as a JSON object; a request's own chat_template_kwargs win."
         ),
     ] = None
+    enable_force_include_usage: Annotated[
+        bool, in_model("End every stream with its usage, as where a request's stream_options ask for it.")
+    ] = False
+    return_tokens_as_token_ids: Annotated[
+        bool, in_model("Write tokens beside log probabilities as token_id:N, as where a request asks for it.")
+    ] = False
     tool_parser: Annotated[
         str,
         in_model(

@@ -9,6 +9,7 @@ import json
 import socket
 import ssl
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,28 @@ import aiohttp
 import pytest
 from yarl import URL
 
-from gateway.app import Server
+from gateway.app import API_SWITCHES, Server
 from gateway.errors import StartupError
-from gateway.settings.config import DEMO_MODEL_DIR
+from gateway.settings.config import DEMO_MODEL_DIR, SETTINGS
 from overture_client import __version__
 from overture_client.chat import ChatClient
 from tests.unit.cluster.test_trust import certified
 
-from .conftest import Gateways, Seen, ask, told
-from .facts import ALIAS, BODY, CHAT, COMPLETIONS, HELLO, KEYS, MESSAGES, MODEL, RESPONSES, Http, events
+from .conftest import Gateways, Seen, SharedNode, ask, told
+from .facts import (
+    ALIAS,
+    BODY,
+    CHAT,
+    COMPLETIONS,
+    HELLO,
+    KEYS,
+    MESSAGES,
+    MODEL,
+    RESPONSES,
+    Http,
+    Patch,
+    events,
+)
 
 
 async def tokenize(http: Http, **body: Any) -> Any:
@@ -313,3 +327,26 @@ async def test_invocations_are_chat_or_text_completions(http: Http) -> None:
     assert events(await told(http.post("/invocations", json=settings | {"messages": HELLO, "stream": True})))
     for wrong in ({}, [], {"input": "Hello"}):
         await told(http.post("/invocations", json=wrong), 400)
+
+
+async def test_an_operator_can_have_every_stream_tell_its_usage_and_tokens_their_ids(
+    node: SharedNode, gateways: Gateways, monkeypatch: Patch
+) -> None:
+    """By --enable-force-include-usage and --return-tokens-as-token-ids, as a proxy that counts tokens needs it of clients that do not ask."""
+    from engine_bridge.driver.serving.serving import Serving  # which imports vLLM
+
+    assert set(API_SWITCHES) <= {setting.name for setting in SETTINGS}
+    serving = Serving(node._client, replace(node._serving._options, api_switches=API_SWITCHES))
+    monkeypatch.setattr(node, "_serving", serving)
+    server = await gateways()
+    asked = {"model": MODEL, "max_tokens": 2, "stream": True, "temperature": 0}
+    async with Http(server.url) as http:
+        for path, what in (
+            (CHAT, {"messages": HELLO, "logprobs": True}),
+            (COMPLETIONS, {"prompt": "Ada", "logprobs": 1}),
+        ):
+            *parts, last = events(await told(http.post(path, json=asked | what)))
+            assert last["choices"] == [] and last["usage"]["completion_tokens"] == 2
+            assert "token_id:" in json.dumps(parts)
+        body = {"model": MODEL, "input": "Ada", "max_output_tokens": 16}
+        assert (await told(http.post(RESPONSES, json=body)))["usage"]["output_tokens"]

@@ -29,6 +29,7 @@ class ServingOptions:
         chat_template: the template's text; None: the tokenizer's template.
         default_chat_template_kwargs: arguments of the template for every conversation; those of a request win.
         chat_template_content_format: the form in which the template gets contents; auto: as vLLM reads off the template.
+        api_switches: what of vLLM's API classes is switched on for every call, by their arguments' names.
         call_opener: the token by which the model begins a tool call; None: it begins one with usual tokens, or is not known to make any.
         keeps_token_ids: whether a session's prompts begin with the ids that it has, as far as they fit.
     """
@@ -40,6 +41,7 @@ class ServingOptions:
     chat_template: str | None = None
     default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     chat_template_content_format: ContentFormat = "auto"
+    api_switches: tuple[str, ...] = ()
     max_prompt_chars: int = 1 << 20
     call_opener: int | None = None
     context_overflow: ContextOverflow = "error"
@@ -61,6 +63,7 @@ def serving_options(config: LocalNodeConfig, engine: Any, *, keeps_token_ids: bo
         call_opener=opener_of_calls(tokenizer, given),
         default_chat_template_kwargs=config.default_chat_template_kwargs,
         chat_template_content_format=config.chat_template_content_format,
+        api_switches=config.api_switches,
         keeps_token_ids=keeps_token_ids,
         context_overflow=config.context_overflow,
         max_prompt_chars=config.limits.prompt_chars(model.max_model_len),

@@ -122,10 +122,11 @@ class Serving:
         self.adapters = ServedAdapters(self.models, client.versions)
         self._renderer = OnlineRenderer(client.model_config, client.renderer, **parsers)
         self._prompts = TurnPrompts(client, options, self._renderer, parsers, self._reading)
-        shared: dict[str, Any] = {"online_renderer": self._renderer, "enable_prompt_tokens_details": True}
+        switches = dict.fromkeys(options.api_switches, True)
+        shared = {"online_renderer": self._renderer, "enable_prompt_tokens_details": True, **switches}
         self._chat = Chat(client, self.models, "assistant", **shared, **parsers)
         completion = Completions(client, self.models, request_logger=None, **shared)
-        responses = ResponsesServing(client, self.models, self._renderer, **parsers)
+        responses = ResponsesServing(client, self.models, self._renderer, **switches, **parsers)
         messages = Messages(client, self.models, "assistant", **shared, **parsers)
         tell_no_insides(self._chat, completion, responses, messages)
         self._endpoints = self._apis(completion, responses, messages) | self._tokenization()

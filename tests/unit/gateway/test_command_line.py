@@ -172,6 +172,8 @@ VALUES = {
 WORDS = ("--host", "--served-model-name", "--api-key", "--reasoning-parser", "--quantization")
 WORDS += ("--kv-cache-dtype", "--revision", "--download-dir")
 SWITCHES = (
+    "--enable-force-include-usage",
+    "--return-tokens-as-token-ids",
     "--enable-prompt-embeds",
     "--enable-sleep-mode",
     "--enable-expert-parallel",
