@@ -38,7 +38,7 @@ from gateway.advisories.advisories import Advisories
 from gateway.advisories.drafts import Drafts
 from gateway.advisories.learned import Learned
 from gateway.background import work_beside
-from gateway.commands.remedies import of_start_error
+from gateway.commands.remedies import ASK_THE_DOCTOR, known_remedy
 from gateway.doors.api import (
     batch_routes,
     conversation_routes,
@@ -101,7 +101,7 @@ from gateway.people.sign_ins import SignIns
 from gateway.people.usage import Usage
 from gateway.services import SERVICES, Services
 from gateway.sessions import PictureRoom, SessionStore
-from gateway.settings.config import MIB, Config
+from gateway.settings.config import API_SWITCHES, MIB, Config
 from gateway.settings.logs import texts_are_ours
 from gateway.settings.priorities import parse_weights
 from gateway.settings.sources import template_of
@@ -127,8 +127,6 @@ DOORS = (
     *(people, sign_in, oidc, usage, transfers, pictures),
 )
 CLOSE_STREAMS_S = 5.0
-# Settings that vLLM's API classes have as arguments of the same name.
-API_SWITCHES = ("enable_force_include_usage", "return_tokens_as_token_ids")
 
 
 def engine_config(config: Config) -> EngineConfig:
@@ -561,15 +559,7 @@ async def _bring_up(services: Services, stop: asyncio.Event) -> bool:
         return False
     stopping.cancel()
     if (error := starting.exception()) is not None:
-        if not isinstance(error, BridgeError):  # our own errors explain themselves, so they need no traceback
-            with texts_are_ours():  # no client has been read yet
-                log.error("the engine could not be started", exc_info=error)
-        known = error if isinstance(error, Unservable) and error.remedy else None
-        say(f"error: the engine could not be started: {known.why if known else error}")
-        if isinstance(error, Unservable) or not isinstance(
-            error, BridgeError
-        ):  # other errors of ours say it in themselves
-            say(f"  what to do: {known.remedy if known else of_start_error(str(error))}")
+        say_failure(error)
         return False
     adapters = ", ".join(info.name for info in services.node.adapters())
     say(
@@ -577,6 +567,20 @@ async def _bring_up(services: Services, stop: asyncio.Event) -> bool:
         + (f" with {adapters}" if adapters else "")
     )
     return not stop.is_set()
+
+
+def say_failure(error: BaseException) -> None:
+    """Print why the engine did not start and what to do; the log gets the traceback of an error that nothing is known about."""
+    why, remedy = str(error), known_remedy(str(error))
+    if isinstance(error, Unservable) and error.remedy:
+        why, remedy = error.why, error.remedy
+    is_ours = isinstance(error, BridgeError)
+    if not is_ours and not remedy:
+        with texts_are_ours():  # no client has been read yet
+            log.error("the engine could not be started", exc_info=error)
+    say(f"error: the engine could not be started: {why}")
+    if not is_ours or isinstance(error, Unservable):  # other errors of ours say it in themselves
+        say(f"  what to do: {remedy or ASK_THE_DOCTOR}")
 
 
 def _stage_sayer() -> Callable[[str, str], None]:

@@ -210,15 +210,12 @@ _START_ERRORS = (
 )
 
 
-def of_start_error(text: str) -> str:
-    """Return what to do about an error with which the engine did not start; where nothing better is known, to ask `overture doctor`."""
-    return (
-        _known_remedy(text)
-        or "overture doctor looks for the cause, with the same flags; where it finds none, try another release of vLLM or another model"
-    )
+# What to do about an error of the start that nothing better is known of.
+ASK_THE_DOCTOR = "overture doctor looks for the cause, with the same flags; where it finds none, try another release of vLLM or another model"
 
 
-def _known_remedy(text: str) -> str:
+def known_remedy(text: str) -> str:
+    """Return what to do about an error with which the engine did not start; "" where that is not known."""
     return next((remedy for words, remedy in _START_ERRORS if words in text), "")
 
 
@@ -227,7 +224,7 @@ def about_refusal(why: str, remedy: str) -> Iterator[DoctorFinding]:
     if why:
         yield DoctorFinding(
             problem=why,
-            remedy=remedy or _known_remedy(why) or "serve another model, or try a newer release of vLLM",
+            remedy=remedy or known_remedy(why) or "serve another model, or try a newer release of vLLM",
         )
 
 

@@ -44,6 +44,8 @@ DEMO_ADAPTERS_DIR = PROJECT_ROOT / "demo" / "adapters"
 DEMO_MODEL_NAME = "overture-demo"
 
 MIB = 1024 * KIB
+# Settings that vLLM's API classes have as arguments of the same name.
+API_SWITCHES = ("enable_force_include_usage", "return_tokens_as_token_ids")
 # Measured: 50,000 values are decoded and validated in 20 to 60 ms.
 MIN_JSON_VALUES = 50_000
 

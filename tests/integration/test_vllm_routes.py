@@ -17,9 +17,9 @@ import aiohttp
 import pytest
 from yarl import URL
 
-from gateway.app import API_SWITCHES, Server
+from gateway.app import Server
 from gateway.errors import StartupError
-from gateway.settings.config import DEMO_MODEL_DIR, SETTINGS
+from gateway.settings.config import API_SWITCHES, DEMO_MODEL_DIR, SETTINGS
 from overture_client import __version__
 from overture_client.chat import ChatClient
 from tests.unit.cluster.test_trust import certified

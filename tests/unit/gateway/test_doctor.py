@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from engine_bridge.driver.vllm_api.argument_names import parser_names
 from engine_bridge.settings.machine import Machine
 from gateway import packages
+from gateway.app import say_failure
 from gateway.cli import cli, main
 from gateway.commands import remedies
 from gateway.commands.doctor import _folders, at_start, switched_off
@@ -76,18 +77,33 @@ def test_what_cannot_work_is_said_before_the_engine_is_built(
 
 
 def test_an_error_of_the_start_is_followed_by_what_to_do() -> None:
-    said = remedies.of_start_error
+    said = remedies.known_remedy
     assert "--kv-cache-gib" in said(
         "… on kv cache allocation is less than requested memory for kv (500.0 GiB)."
     )
     assert "--model FOLDER" in said("We couldn't connect to 'https://huggingface.co' to load the files")
     assert "/dev/shm" in said("[Errno 28] No space left on device")
     assert "--pids-limit" in said("can't start new thread")
-    assert "overture doctor" in said("something that nobody has seen yet")
     assert "quantised in another way" in said("Unknown quantization method: bitsandbytes. Must be one of …")
     too_long = "User-specified max_model_len (9) is greater than the derived max_model_len (8)"
     (refused,) = remedies.about_refusal(too_long, "")
     assert refused.remedy == said(too_long) and "--max-model-len" in refused.remedy
+
+
+def test_only_an_error_that_nothing_is_known_about_is_logged_with_its_traceback(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for text, is_logged, remedy in (
+        (
+            "(0.02 GiB KV cache is needed, which is larger than the available KV cache memory",
+            False,
+            "lower --max",
+        ),
+        ("something that nobody has seen yet", True, "overture doctor"),
+    ):
+        say_failure(ValueError(text))
+        assert bool(caplog.records) is is_logged
+        assert text in (said := capsys.readouterr().out) and f"what to do: {remedy}" in said
 
 
 def test_a_parser_that_vllm_does_not_have_is_found_before_anything_is_loaded(tmp_path: Path) -> None:
