@@ -7,6 +7,7 @@ import logging
 import os
 import ssl
 import stat
+import time
 from pathlib import Path
 from typing import NoReturn
 
@@ -47,17 +48,18 @@ class Certificate:
         """
         self._cert, self._key = cert, key
         self._ca_certs, self._cert_reqs, self._ciphers = ca_certs, ssl.VerifyMode(cert_reqs), ciphers
-        self._seen = self._signatures()
+        self._seen, self._read_at_s = self._signatures(), 0.0
         self.context = self._newest = self._read(may_ask=_may_tell())
         self.context.sni_callback = self._use_newest
 
     def _use_newest(self, connection: ssl.SSLObject, *_: object) -> int | None:
         """Give a connection that begins what was read last. A context itself is not changed: connections begin in it meanwhile.
 
-        Returns the alert that ends the connection, or None. A session of before is not gone on with where clients show certificates, as who signed
+        Returns the alert that ends the connection, or None. Where clients show certificates, a session of before is not gone on with, as who signed
         the client's may be trusted no longer: the client begins anew.
         """
-        if connection.session_reused and self._newest is not self.context and self._cert_reqs:
+        session = connection.session if self._cert_reqs and connection.session_reused else None
+        if session is not None and session.time <= self._read_at_s:
             return ssl.ALERT_DESCRIPTION_HANDSHAKE_FAILURE
         connection.context = self._newest
         return None
@@ -79,8 +81,6 @@ class Certificate:
         except (OSError, ssl.SSLError) as error:
             raise StartupError(f"ssl_ca_certs and ssl_ciphers: {error}") from error
         context.verify_mode = self._cert_reqs
-        if self._cert_reqs:
-            context.num_tickets = 0  # of TLS 1.3; sessions of TLS 1.2 end in `_use_newest`
         return context
 
     def _refuse_to_ask(self) -> NoReturn:
@@ -105,7 +105,7 @@ class Certificate:
         found = self._signatures()
         if found == self._seen:
             return False
-        self._newest = self._read(may_ask=False)
+        self._newest, self._read_at_s = self._read(may_ask=False), time.time()
         self._seen = found
         return True
 
