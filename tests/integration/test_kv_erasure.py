@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,23 @@ async def test_a_tenants_kv_is_gone_at_once_and_anothers_comes_back(tmp_path: Pa
         assert after.num_reused == 0 and after.token_ids == first.token_ids
         assert await node.erase_kv("nobody") == 0
         tiers.store.check_invariants()
+
+
+async def test_kv_that_is_being_copied_is_erased_when_it_is_copied(tmp_path: Path) -> None:
+    """A GPU copies beside the steps, and holds the blocks meanwhile."""
+    tiers = KvTiers(TiersConfig(host_bytes=64 << 20, disk_bytes=0, folder=tmp_path))
+    async with engine(tiers, num_kv_blocks=64) as node:
+        await generate(node, PROMPT, session_id="s", tenant="ada")
+        held = await node.run_on_engine(named_blocks)
+
+        def copy_beside(driver: Any) -> None:
+            assert tiers.held is not None
+            threading.Timer(0.1, tiers.held.hold(held), [True]).start()
+
+        await node.run_on_engine(copy_beside)
+        await node.erase_kv("ada")
+        assert not await node.run_on_engine(named_blocks)
+        assert await node.run_on_engine(lambda driver: is_zero(driver, held))
 
 
 async def test_kv_that_is_no_number_reaches_nobody_who_has_its_blocks_next(tmp_path: Path) -> None:

@@ -158,9 +158,13 @@ class Residency:
         return self._host.get(adapter_id) if self.core.place_of(adapter_id) == "host" else None
 
     def put_back(self, adapter_ids: Iterable[int], *, keeps_host: bool) -> None:
-        """Make adapters leave their slots and the KV blocks, and host memory unless `keeps_host`, so that a measurement begins with them there."""
+        """Make adapters leave their slots and the KV blocks, and host memory unless `keeps_host`, so that a measurement begins with them there.
+
+        Afterwards nothing reads KV blocks any more: an engine that sleeps gives their memory up, and a GPU that is read there takes no more work.
+        """
         for adapter_id in adapter_ids:
             self._do(self.core.put_back(adapter_id, keeps_host=keeps_host))
+        self.loader.rest()
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

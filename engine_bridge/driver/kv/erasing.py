@@ -32,7 +32,10 @@ def erase_free_blocks(driver: VllmDriver) -> int:
     A block does not say whose it is, so these are everybody's: what the tiers have of it comes back from there. Blocks of running requests stay.
     Raises RankError.
     """
-    manager = scheduler_of(driver.engine).kv_cache_manager
+    scheduler = scheduler_of(driver.engine)
+    if scheduler.connector is not None:
+        scheduler.connector.finish_copies()  # a block that is copied is not free, and what is saved is not in the tiers before
+    manager = scheduler.kv_cache_manager
     free = manager.block_pool.free_block_queue.iter_blocks_after(None)
     numbers = [int(block.block_id) for block in free if block.block_hash is not None]
     manager.evict_blocks(set(numbers))

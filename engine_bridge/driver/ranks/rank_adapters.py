@@ -81,6 +81,8 @@ class RankAdapters:
 
     def _serve(self, listener: Listener) -> None:
         torch._C.set_num_threads(1)  # of this thread: see `adapters/loading.py`
+        if self._pins:
+            torch.cuda.set_device(self._manager.device)  # of this thread: see `rank_copies.thread_on`
         with listener, listener.accept() as connection:
             while self._answer(connection):
                 pass

@@ -12,6 +12,7 @@ from copy import copy
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from engine_bridge.driver.kv.step_copies import StepCopies
 from engine_bridge.driver.memory import block_copy
@@ -75,7 +76,7 @@ class RankCopies(StepCopies):
         region = np.frombuffer(memory, dtype=np.uint8, count=num_rows * row_bytes).reshape(
             num_rows, row_bytes
         )
-        waiter = ThreadPoolExecutor(1, "kv-copies")
+        waiter = thread_on(self._layers.regions[0].device, "kv-copies")
         made = block_copy.make_copier(self._layers.regions, region, waiter.submit)
         self._copier = PartCopier(made, rank, num_ranks)
 
@@ -145,3 +146,14 @@ class RankCopies(StepCopies):
         before, now = self._told, (copy(self.copier.out), copy(self.copier.back))
         self._told = now
         return CopiesMade(now[0].since(before[0]), now[1].since(before[1]))
+
+
+def thread_on(device: torch.device, name: str) -> ThreadPoolExecutor:
+    """Return a thread of this name whose calls of CUDA are this device's.
+
+    CUDA takes those of any other thread for the first GPU's, and makes a context there, some hundred MB for each rank that no start has allowed for.
+    Source: vLLM's `WorkerProc.async_output_busy_loop`.
+    """
+    if device.type != "cuda":
+        return ThreadPoolExecutor(1, name)
+    return ThreadPoolExecutor(1, name, torch.cuda.set_device, (device,))

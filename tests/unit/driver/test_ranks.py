@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -28,7 +29,7 @@ from engine_bridge.driver.ranks.calls import (
 from engine_bridge.driver.ranks.connection import LateAnswers
 from engine_bridge.driver.ranks.failing import TELL, RankFailed, telling
 from engine_bridge.driver.ranks.messages import CopiesMade, RankMoves, RegionCopy, StepAnswers
-from engine_bridge.driver.ranks.rank_copies import RankCopies
+from engine_bridge.driver.ranks.rank_copies import RankCopies, thread_on
 from engine_bridge.driver.ranks.starting import ranks_starting
 from engine_bridge.driver.vllm_api import WorkerProc
 from engine_bridge.policy.costs.costs import Copied
@@ -401,3 +402,15 @@ def test_a_rank_that_reads_no_adapter_fails_the_engine_and_is_not_asked_again(
     with pytest.raises(RankError, match="failed or ended"):
         host.call("drop", 1)
     host.close()
+
+
+def test_a_rank_waits_for_its_copies_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA gives each new thread the first GPU: there the wait would take memory for a context of every rank."""
+    used: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: used.append((threading.current_thread().name, device))
+    )
+    for device in (torch.device("cuda", 1), torch.device("cpu")):
+        with thread_on(device, "kv-copies") as thread:
+            assert thread.submit(lambda: len(used)).result() == 1, "before the first wait, and on a GPU only"
+    assert used == [("kv-copies_0", torch.device("cuda", 1))]

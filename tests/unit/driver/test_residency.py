@@ -304,5 +304,23 @@ def test_what_was_read_ahead_gets_its_slot_with_the_turn_that_takes_it_in() -> N
     traffic.teardown()
 
 
+def test_once_adapters_are_put_back_none_is_being_read() -> None:
+    """An engine that falls asleep gives up the memory of KV blocks, which the loader reads adapters from."""
+    traffic = begun(is_device=True)
+    loader = traffic.residency.loader
+    loader.rest()
+    traffic.residency.advance()
+    traffic.disk.is_free.clear()
+    reads: list[str] = []
+    loader.load(record(1, 800), None, lambda loaded: reads.append("ended"))
+    free = threading.Timer(0.1, traffic.disk.is_free.set)
+    free.start()
+    traffic.residency.put_back([], keeps_host=True)
+    loader.take_done()
+    free.join()
+    assert reads == ["ended"]
+    traffic.teardown()
+
+
 TestTraffic = Traffic.TestCase
 TestTraffic.settings = settings(max_examples=40, stateful_step_count=40)
