@@ -18,6 +18,8 @@ from gateway.tools.catalog import MAX_LISTED, ListedTool
 if TYPE_CHECKING:
     from mcp import Client
 
+    from gateway.tools.transport import BoundedTransport, ReplyTooLong
+
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
@@ -94,12 +96,25 @@ class ToolServer:
     async def _ask(self, work: Callable[[Client], Awaitable[_T]], timeout_s: float) -> _T:
         """Connect, and return what `work` returns. Both have `timeout_s` seconds together. Raises ToolServerFailed for whatever goes wrong."""
         found: list[_T] = []
+        now = asyncio.get_running_loop().time
+        refused: list[ReplyTooLong] = []
         try:
-            connected = await asyncio.to_thread(self._prepare)
-            async with asyncio.timeout(timeout_s) as bound, connected as client:
-                found.append(await work(client))
-                bound.reschedule(asyncio.get_running_loop().time() + GOODBYE_S)
+            connected, transport = await asyncio.to_thread(self._prepare)
+            async with asyncio.timeout(timeout_s) as bound:
+
+                def give_up(error: ReplyTooLong) -> None:
+                    """End the wait: the SDK may ask the server whether there is more of a stream that was not read."""
+                    refused.append(error)
+                    if not bound.expired():
+                        bound.reschedule(now())
+
+                transport.on_refused = give_up
+                async with connected as client:
+                    found.append(await work(client))
+                    bound.reschedule(now() + GOODBYE_S)
         except TimeoutError:
+            if not found and refused:
+                raise ToolServerFailed(_sentence(self.name, refused[0])) from None
             if not found:
                 raise ToolServerFailed(
                     f"{self.name} did not answer within {timeout_s:g} seconds, so it was given up."
@@ -112,14 +127,14 @@ class ToolServer:
                 raise ToolServerFailed(_sentence(self.name, error)) from error
         return found[0]
 
-    def _prepare(self) -> AbstractAsyncContextManager[Client]:
-        """Import the SDK, read the certificates once, and return what connects. All of that reads files: not for the event loop."""
+    def _prepare(self) -> tuple[AbstractAsyncContextManager[Client], BoundedTransport]:
+        """Import the SDK, read the certificates once, and return what connects, and by what. All of that reads files: not for the event loop."""
         from gateway.tools.transport import BoundedTransport, client_of, http_client
 
         if self._tls is None:
             self._tls = ssl.create_default_context()
         transport = BoundedTransport(self._tls, MAX_REPLY_BYTES)
-        return client_of(self._url, http_client(transport), transport)
+        return client_of(self._url, http_client(transport), transport), transport
 
 
 def _causes(error: BaseException) -> list[BaseException]:

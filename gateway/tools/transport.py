@@ -6,7 +6,7 @@ It is imported when a server is first asked, because the SDK is slow to load.
 from __future__ import annotations
 
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import httpx2
@@ -70,12 +70,14 @@ class BoundedTransport(httpx2.AsyncHTTPTransport):
 
     Attributes:
         refused: why a reply was not read; None while all were.
+        on_refused: is called when that happens, with the reason.
     """
 
     def __init__(self, tls: ssl.SSLContext, max_bytes: int) -> None:
         super().__init__(verify=tls)
         self.max_bytes = max_bytes
         self.refused: ReplyTooLong | None = None
+        self.on_refused: Callable[[ReplyTooLong], object] = lambda error: None
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         """Send a request; see httpx2. Raises ReplyTooLong for a packed reply."""
@@ -90,6 +92,7 @@ class BoundedTransport(httpx2.AsyncHTTPTransport):
     def refuse(self, error: ReplyTooLong) -> ReplyTooLong:
         """Note why a reply is not read, and return that."""
         self.refused = error
+        self.on_refused(error)
         return error
 
 

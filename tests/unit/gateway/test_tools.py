@@ -334,12 +334,15 @@ async def test_a_turn_waits_for_no_list_where_it_knows_an_older_one(gateways: Ga
     assert WEATHER in (await box.offer(["files"], gateway.node)).tools
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(("num_blocks", "is_stream"), [(20_000, False), (20_000, True), (1_000_000, True)])
 async def test_a_reply_that_would_take_long_to_decode_is_not_read(
-    gateways: Gateways, is_stream: bool
+    gateways: Gateways, num_blocks: int, is_stream: bool
 ) -> None:
-    """Of four megabytes a list of empty texts would hold up all requests for seconds."""
-    blocks = b'{"jsonrpc":"2.0","id":1,"result":{"content":[' + b'{"type":"text"},' * 20_000
+    """Of four megabytes a list of empty texts would hold up all requests for seconds.
+
+    The server answers one request after another, so it answers none while it sends what nobody reads.
+    """
+    blocks = b'{"jsonrpc":"2.0","id":1,"result":{"content":[' + b'{"type":"text"},' * num_blocks
     if is_stream:
         blocks = b': "\n\nevent: message\ndata: ' + blocks
     kind = b"text/event-stream" if is_stream else b"application/json"
