@@ -22,10 +22,11 @@ from gateway.packages import installed, vllm
 from gateway.settings.config import SETTINGS, Config
 from gateway.settings.declared import GROUPS, Setting
 from gateway.settings.sources import load_config
-from gateway.settings.vllm_flags import FlagRefusal, check_values, nearest, translate
+from gateway.settings.vllm_flags import FlagRefusal, nearest, translate
 from gateway.settings.yaml_file import YamlRefusal, with_lines_of_file
 from overture_client import __version__
 from overture_client.chat_command import chat
+from overture_client.command_line import Command, Group
 from overture_client.completion_command import completion
 
 EXIT_USAGE = 2  # as click has it
@@ -92,7 +93,7 @@ ALL = "all"
 _SHOWN = "gateway.cli: groups of settings that the help shows"
 
 
-class SettingsCommand(click.Command):
+class SettingsCommand(Command):
     """A command that takes every setting of `Config` as a flag; its help shows the main ones, and others by groups (`--help GROUP`)."""
 
     def __init__(self, **attrs: Any) -> None:
@@ -108,18 +109,12 @@ class SettingsCommand(click.Command):
             takes_model = any(isinstance(param, click.Argument) for param in self.params)
             whole = with_lines_of_file(args, engine_arguments)
             line = translate(whole, own, engine_arguments, needs_model=takes_model, say=_say)
-            check_values(line, self._with_value())
             return super().parse_args(ctx, line)
         except (FlagRefusal, YamlRefusal) as error:
             raise click.UsageError(f"{error} (docs/from-vllm.md)", ctx) from error
         except click.NoSuchOption as error:
             meant = nearest(error.option_name, own, engine_arguments)
             raise click.NoSuchOption(error.option_name, possibilities=meant, ctx=ctx) from error
-
-    def _with_value(self) -> set[str]:
-        """Return the flags behind which a value stands."""
-        options = [param for param in self.params if isinstance(param, click.Option) and not param.is_flag]
-        return {name for option in options for name in option.opts}
 
     def get_help_option(self, ctx: click.Context) -> click.Option:
         """Return `--help`, behind which a group of settings may stand."""
@@ -210,6 +205,7 @@ config_file_option = click.option(
 
 
 @click.group(
+    cls=Group,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 116},
     epilog="""\b
 Start the server        overture serve

@@ -6,11 +6,14 @@ import sys
 
 import click
 
+from overture_client.command_line import Command
+
 # Of a server that was started without --host and --port.
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 @click.command(
+    cls=Command,
     epilog="""\b
 In the chat: /help lists the commands, Ctrl+C stops an answer, Ctrl+D leaves.
 

@@ -11,6 +11,7 @@ import click
 
 from overture_client import __version__
 from overture_client.chat_command import chat
+from overture_client.command_line import Group
 from overture_client.completion_command import completion
 
 # The group of entry points in which the server's distribution names its command (pyproject.toml).
@@ -18,6 +19,7 @@ SERVER_GROUP = "overture.command"
 
 
 @click.group(
+    cls=Group,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 116},
     epilog="""\b
 Talk to it              overture chat

@@ -5,6 +5,8 @@ from __future__ import annotations
 import click
 from click.shell_completion import BashComplete, FishComplete, ShellComplete, ZshComplete
 
+from overture_client.command_line import Command
+
 # click's `BashComplete.source` first starts bash to look at its version; `ShellComplete.source` only fills in the template.
 _SHELLS: dict[str, type[ShellComplete]] = {"bash": BashComplete, "fish": FishComplete, "zsh": ZshComplete}
 # The variable that click reads in the process that a shell starts for each completion; click derives it from the program's name.
@@ -12,6 +14,7 @@ COMPLETE_VARIABLE = "_OVERTURE_COMPLETE"
 
 
 @click.command(
+    cls=Command,
     epilog="""\b
 Where the script goes:
   bash  overture completion bash > ~/.local/share/bash-completion/completions/overture
@@ -19,7 +22,7 @@ Where the script goes:
   fish  overture completion fish > ~/.config/fish/completions/overture.fish
 
 Make the folder first if it is missing, then open a new shell.
-"""
+""",
 )
 @click.argument("shell", type=click.Choice(sorted(_SHELLS)))
 @click.pass_context

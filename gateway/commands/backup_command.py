@@ -7,11 +7,12 @@ from pathlib import Path
 import click
 
 from gateway.commands.people_options import Place, place_options
+from overture_client.command_line import Command
 
 FOLDER = click.Path(path_type=Path)
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("folder", type=FOLDER)
 @place_options
 def backup(folder: Path, place: Place) -> None:
@@ -25,7 +26,7 @@ def backup(folder: Path, place: Place) -> None:
     click.echo(f"Backed up into {folder}: {', '.join(contents.files)}.")
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("folder", type=FOLDER)
 @place_options
 def restore(folder: Path, place: Place) -> None:

@@ -17,6 +17,7 @@ from gateway.commands.people_options import (
     table,
 )
 from gateway.errors import StartupError
+from overture_client.command_line import Group
 
 key_option = click.option(
     "--key", "key_id", metavar="ID", help="Which of the person's keys, as `overture keys list` shows it."
@@ -24,6 +25,7 @@ key_option = click.option(
 
 
 @click.group(
+    cls=Group,
     epilog="""\b
 Examples:
   overture keys new --name ada
@@ -32,7 +34,7 @@ Examples:
   overture keys revoke ada --key ov-3kT9cQxA --key-file keys
 
 A server that runs follows its key file within two seconds.
-"""
+""",
 )
 def keys() -> None:
     """Make, list, replace and withdraw API keys.

@@ -13,6 +13,7 @@ from gateway.errors import StartupError
 from gateway.settings.sources import load_config
 from kvtiers.errors import StoreBusy
 from kvtiers.io.inspect import StoreInfo, inspect, prune
+from overture_client.command_line import Group
 
 GIB = 1 << 30
 DAY_S = 86_400.0
@@ -22,7 +23,7 @@ folder_option = click.option(
 )
 
 
-@click.group()
+@click.group(cls=Group)
 def kv() -> None:
     """Look at the KV store on disk, or make it smaller."""
 

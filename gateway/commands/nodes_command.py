@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from overture_client.chat_command import DEFAULT_URL
+from overture_client.command_line import Group
 
 EXIT_ERROR = 1
 F = Callable[..., Any]
@@ -48,6 +49,7 @@ def _change(command: F) -> F:
 
 
 @click.group(
+    cls=Group,
     invoke_without_command=True,
     epilog="""\b
 Examples:

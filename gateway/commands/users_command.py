@@ -23,11 +23,13 @@ from gateway.commands.people_options import (
 )
 from gateway.errors import StartupError
 from overture_client.chat_command import DEFAULT_URL
+from overture_client.command_line import Group
 
 SERVERS_OWN = "server"
 
 
 @click.group(
+    cls=Group,
     epilog="""\b
 Examples:
   overture users add ada --key-file keys
@@ -38,7 +40,7 @@ Examples:
   overture users delete ada --key-file keys
 
 A server that runs follows its key file within two seconds.
-"""
+""",
 )
 def users() -> None:
     """Add, list, limit, disable, export and delete the people who may use a server.

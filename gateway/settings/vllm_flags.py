@@ -10,11 +10,12 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from engine_bridge.settings.engine_config import GIB
+from overture_client.command_line import is_flag, lacks_value
 
 # vLLM's -> ours, with one value.
 RENAMED: Mapping[str, str] = {
@@ -156,8 +157,6 @@ SHORT: Mapping[str, str] = {
 }
 # vLLM's -O3, -O=3 or -O 3. -> its flag with a name.
 _LEVEL = re.compile(r"-O(?:=?(\w+))?")
-# A word that is a flag, not the value of the one before it: such a value is joined by "=".
-_FLAG = re.compile(r"--?[A-Za-z]\S*", re.DOTALL)
 # A value behind a flag of one letter: -qfp8, -n2.
 _JOINED = re.compile(r"^(-[nqr])(?=[^=-])(.+)$", re.DOTALL)
 # One field of a flag that has a JSON object, such as --compilation-config.mode=3. -> the flag, the field, the value behind "=".
@@ -208,36 +207,6 @@ class _Flag(NamedTuple):
         if name.startswith("--"):  # vLLM takes --max_model_len, too
             name = name.replace("_", "-")
         return cls(SHORT.get(name, name), value if is_given else None)
-
-
-def is_flag(word: str) -> bool:
-    """Return whether a word of a command line is a flag, as argparse tells: it begins with a dash, is no number, and has no space in it."""
-    return _FLAG.fullmatch(word) is not None
-
-
-def check_values(line: Sequence[str], with_value: Collection[str]) -> None:
-    """Refuse a flag of ours behind which another flag stands in its value's place: taken for its value, the other, such as --api-key, would be lost.
-
-    Args:
-        line: the translated command line.
-        with_value: our flags that have a value.
-
-    Raises:
-        FlagRefusal: names the flag that lacks its value.
-    """
-    words = iter(line)
-    for word in words:
-        if word == "--":
-            return
-        if word in with_value and is_flag(next(words, "")):
-            raise _lacks_value(word)
-
-
-def _lacks_value(name: str) -> FlagRefusal:
-    # The word behind it is not shown, as it may be a key that begins with a dash.
-    return FlagRefusal(
-        f"{name} lacks its value. One that begins with a dash is written with an equals sign: {name}=VALUE"
-    )
 
 
 Arguments = Callable[[], Mapping[str, str]]
@@ -396,7 +365,7 @@ def _changes_nothing(flag: _Flag, left: list[str], say: Callable[[str], object])
         return False
     if value is None and name in _WITH_VALUE:
         if not left or is_flag(left[0]):
-            raise _lacks_value(name)
+            raise FlagRefusal(lacks_value(name))
         value = left.pop(0)
     if value not in _SO_ANYWAY.get(name, ()):
         if name in REFUSED:
@@ -419,7 +388,7 @@ def _as_argument(flag: _Flag, left: list[str], arguments: Mapping[str, str]) -> 
     else:
         values = [left.pop(0)] if kind is not None and left and not is_flag(left[0]) else []
     if not values and kind not in (None, "value or none"):
-        raise _lacks_value(flag.name)
+        raise FlagRefusal(lacks_value(flag.name))
     if not values:
         return f"{name}=true" if kind is not None else None
     return f"{name}={values[0] if len(values) == 1 else json.dumps(values)}"

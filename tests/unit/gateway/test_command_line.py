@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from aiohttp import web
 from click.shell_completion import ShellComplete
@@ -345,6 +346,25 @@ def test_a_flag_without_its_value_takes_no_other_flag_for_it(flag: str) -> None:
     """Taken for a value, --api-key would leave the server open."""
     done = run("config", flag, "--api-key", "zzz")
     assert done.exit_code == 2 and "zzz" not in done.stderr
+
+
+def every_option(command: click.Command, *path: str) -> Iterator[tuple[str, ...]]:
+    """Yield each way to write an option that has a value, behind its command's words; of the many settings, which are alike, a few."""
+    for name, each in command.commands.items() if isinstance(command, click.Group) else ():
+        yield from every_option(each, *path, name)
+    settings = {setting.name for setting in SETTINGS} - {"api_keys", "port"}
+    for option in command.params:
+        if isinstance(option, click.Option) and not option.is_flag and option.name not in settings:
+            yield from ((*path, word) for word in option.opts)
+
+
+@pytest.mark.parametrize("line", every_option(cli.cli), ids=" ".join)
+def test_no_option_of_any_command_takes_another_for_its_value(line: tuple[str, ...], tmp_path: Path) -> None:
+    """`users add ada --key-file --operator` wrote a file of that name, with a key that was no operator's."""
+    with CliRunner().isolated_filesystem(tmp_path):
+        done = run(*line, "--operator")
+        assert done.exit_code == 2 and f"{line[-1]} lacks its value" in done.stderr
+        assert not os.listdir()
 
 
 @pytest.mark.parametrize("word", ["None", "null"])
