@@ -26,7 +26,9 @@ export function speakable(markdown) {
     .replace(/^[ \t]*([-*+]|\d+\.|#+|>)[ \t]+/gm, '')
     .replace(/\|?[ \t]{0,9}:?-{3,99}:?[ \t]{0,9}(?=\||$)/gm, ' ')
     .replace(/\[([^\][]{0,999})\]\([^()]{0,999}\)/g, '$1')
-    .replace(/[*_`~]/g, '')
+    .replace(/`|~~/g, '')
+    // At an end of a word they are marks; in `max_tokens`, 5*3 and 5 * 3 they are meant.
+    .replace(/(?<![\p{L}\p{N}_*])[*_]{1,3}(?=\S)|(?<=\S)[*_]{1,3}(?![\p{L}\p{N}_*])/gu, '')
     .replace(/\|/g, ' ')
     .replace(/\s+/g, ' ')
     .trim();

@@ -123,6 +123,11 @@ CASES = {
         return [text.slice(0, sentenceEnd(text, 0)), sentenceEnd('No end', 0), speakable('- **a** [b](http://c)\\n|x|y|')];""",
         ["It costs 3.50 now. Is it?", 0, "a b x y"],
     ),
+    "marks are left out where they are marks": (
+        """const { speakable } = await import('/js/announcer.js');
+        return ['**Set** `max_tokens`, _not_ ~~top_k~~.', '5*3 is 3 * 5, ~15', '(*forte* \u2013 __Ma\u00df__)'].map(speakable);""",
+        ["Set max_tokens, not top_k.", "5*3 is 3 * 5, ~15", "(forte \u2013 Ma\u00df)"],
+    ),
     "a session is warm until its advisory ends": (
         """begin(); const seen = [];
         for (const state of ['staging', 'warm', 'hit']) {
