@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,13 @@ def claim(what: str, aim: float, path: str = "gain", better: str = "higher", uni
 
 def test_one_command_renews_every_run_in_virtual_time() -> None:
     assert SIMULATED.keys() == {name for name in KEPT if name.startswith("emulated-")}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_the_command_of_a_kept_run_is_still_there(name: str) -> None:
+    python, _, module, *arguments = KEPT[name].command.split()
+    assert python == "python" and find_spec(module) is not None
+    assert module != "bench.emulated" or find_spec(f"{module}.{arguments[0]}") is not None
 
 
 def test_every_path_of_a_claim_is_in_a_kept_run_or_names_a_key_of_the_bench() -> None:
