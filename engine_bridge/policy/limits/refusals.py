@@ -20,10 +20,15 @@ TRUSTED_CODE = "If you trust it: --trust-remote-code"
 MISSING_PACKAGE = (
     "Install it into the server's Python environment (opencv is the package opencv-python-headless)"
 )
+PACKAGE_OF_KERNELS = (
+    f"On a GPU, install it into the server's Python environment; no CPU can run it. {ANOTHER_DEVICE}"
+)
 MENDED_DEFAULTS = "Mend this value in the model's folder, or take it out of the file"
 OTHER_MODEL = "Serve another model, or try a newer release of vLLM"
 
 
+# The beginning of an error about a package that is lacking. One that is there in part, as one whose release or shared library does not fit, is not.
+_LACKS = r"(?:ImportError|ModuleNotFoundError):\s*((?!\s|cannot import name|[^\n]*\.so\b)"
 # What an error of vLLM's says, why that is ({0}, {1} … stand for the pattern's groups), and what to do. Seen in vLLM 0.32 and torch 2.13, with models
 # that these do not serve. The first that fits counts.
 _ERRORS = (
@@ -33,9 +38,12 @@ _ERRORS = (
         TRUSTED_CODE,
     ),
     (
-        # A package that is there in part, as one whose release or shared library does not fit, is not one that is lacking.
-        r"(?:ImportError|ModuleNotFoundError):\s*((?!\s|cannot import name|[^\n]*\.so\b)"
-        r"[^\n]*(?:No module named '(?!triton')\w+'|[Ii]nstall|[Rr]equire)[^\n]*)",
+        rf"{_LACKS}[^\n]*(?i:flash_?infer|flash[_-]?attn|flashmla|tilelang|deep_?gemm|cutlass|hpc[ -]ops)[^\n]*)",
+        "this model is computed by a package of kernels for GPUs, which is not here: {0}",
+        PACKAGE_OF_KERNELS,
+    ),
+    (
+        rf"{_LACKS}[^\n]*(?:No module named '(?!triton')\w+'|[Ii]nstall|[Rr]equire)[^\n]*)",
         "code that this model needs lacks a package: {0}",
         MISSING_PACKAGE,
     ),
@@ -232,7 +240,7 @@ def misfit(error: str) -> UnusableModel:
 def is_final(error: str) -> bool:
     """Return whether an error of vLLM's stays the same whatever is left out. What a device lacks, adapters or tiers may have called for."""
     refused = refusal_of(error)
-    return refused is not None and refused.remedy != ANOTHER_DEVICE
+    return refused is not None and refused.remedy not in (ANOTHER_DEVICE, PACKAGE_OF_KERNELS)
 
 
 def may_be_of_pictures(error: str) -> bool:

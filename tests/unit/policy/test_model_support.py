@@ -128,6 +128,13 @@ def test_a_model_that_cannot_be_served_is_refused_with_what_to_do(
             True,
         ),
         ("ModuleNotFoundError: No module named 'odd'", "No module named 'odd'", "Install it", True),
+        ("ModuleNotFoundError: No module named 'tilelang'", "'tilelang'", "no CPU can run it", False),
+        (
+            "ImportError: FlashInfer is required for the flashinfer Mamba SSU backend. Please install flashinfer (>= 0.6.4)",
+            "kernels for GPUs",
+            "--device",
+            False,
+        ),
         ("module 'triton' has no attribute 'set_allocator'", "triton.set_allocator", "--device", False),
         (
             "Layer 0 does not dispatch through the Transformers attention interface and vLLM has no other way",
