@@ -22,10 +22,10 @@ from engine_bridge.settings.engine_config import kv_cache_bytes
 from engine_bridge.settings.machine import Machine, look
 from engine_bridge.settings.profile import MachineProfile
 from gateway.commands import remedies
-from gateway.commands.model_files import description_of, fault_of, weight_bytes_of
 from gateway.commands.remedies import DoctorFinding, ModelFacts
 from gateway.packages import installed, vllm
 from gateway.settings.config import PROJECT_ROOT, Config
+from gateway.settings.model_files import description_of, fault_of, weight_bytes_of
 from kvtiers.weights import folder_revision
 from overture_client import __version__
 

@@ -36,8 +36,8 @@ class DoctorFinding(Struct, frozen=True, kw_only=True):
 class ModelFacts(Struct, frozen=True, kw_only=True):
     """The model to serve, as far as the disk tells.
 
-    is_path: the setting means a folder, not the name of a model on a hub. has_config: a file in it describes the model. weight_bytes: of its
-    safetensors files; 0 if none are here. is_cached: a model on a hub lies in the hub's cache on this machine. fault: of the folder's files, as a
+    is_path: the setting means a folder, not the name of a model on a hub. has_config: a file in it describes the model. weight_bytes: of what
+    is loaded; 0 if none are here. is_cached: a model on a hub lies in the hub's cache on this machine. fault: of the folder's files, as a
     sentence; "" if none shows.
     """
 

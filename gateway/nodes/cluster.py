@@ -25,11 +25,11 @@ from engine_bridge.settings.node_config import LocalNodeConfig
 from gateway.errors import StartupError
 from gateway.nodes.engine_process import ChildSettings, pack_settings
 from gateway.settings.config import Config
+from gateway.settings.model_files import weight_bytes_of
 
 log = logging.getLogger(__name__)
 
 MAKE_NODE = "gateway.nodes.engine_process:make_local_node"
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 # How long nodes of a killed gateway are waited for: their guard gives them 25 s to end. Chosen.
 FORMER_S = 30.0
 # Below that a node's threads share one core with its engine, and two nodes had better share both. Chosen.
@@ -121,7 +121,7 @@ def nodes_of(config: Config, settings: LocalNodeConfig, names: tuple[str, ...]) 
     _make_folders(config, names)
     here = machine.look()
     parts = [shares.divide_engine(engine, len(names), len(own)) for own in cores]
-    shares.check_memory(parts[0], len(names), _weights_bytes(engine.model), here.available_bytes)
+    shares.check_memory(parts[0], len(names), weight_bytes_of(Path(engine.model)), here.available_bytes)
     if engine.device == "cuda":
         shares.check_gpus(len(names), len(here.gpus), engine.tensor_parallel_size)
     keeps_cores = len(names) > 1 and len(cores[0]) >= MIN_CORES_TO_KEEP_TO
@@ -185,9 +185,3 @@ def _with_own_folders(config: Config, settings: LocalNodeConfig, name: str) -> L
         adapters_dir=None,
         peers=PeerConfig(trust=_trust(config), host=config.cluster_host),
     )
-
-
-def _weights_bytes(model: str) -> int:
-    """0 for a model that is not in a folder here: it is not known before it is fetched."""
-    folder = Path(model)
-    return max((sum(path.stat().st_size for path in folder.glob(form)) for form in WEIGHTS), default=0)

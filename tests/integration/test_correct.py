@@ -40,8 +40,10 @@ def test_answers_are_those_of_transformers_whatever_was_reused(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["correct", "--quick"])
     num_threads = torch.get_num_threads()
-    main(in_this_process)
-    torch.set_num_threads(num_threads)
+    try:
+        main(in_this_process)
+    finally:
+        torch.set_num_threads(num_threads)
     said = capsys.readouterr()
     found = json.loads(said.out.splitlines()[-1])
     assert found["cases"] >= 25, said.err

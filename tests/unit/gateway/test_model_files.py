@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from gateway.commands.doctor import at_start
-from gateway.commands.model_files import fault_of, weight_bytes_of
 from gateway.settings.config import Config
+from gateway.settings.model_files import fault_of, weight_bytes_of
 
 HEADER = json.dumps({"__metadata__": {}, "a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}})
 WEIGHTS = len(HEADER).to_bytes(8, "little") + HEADER.encode() + bytes(16)
@@ -111,3 +111,5 @@ def test_a_model_may_come_in_mistrals_own_format(folder: Path, tmp_path: Path) -
 def test_weights_in_both_formats_are_loaded_from_one(folder: Path) -> None:
     (folder / "consolidated.safetensors").write_bytes(WEIGHTS)
     assert weight_bytes_of(folder) == len(WEIGHTS)
+    (folder / "pytorch_model.bin").write_bytes(bytes(len(WEIGHTS) + 1))
+    assert weight_bytes_of(folder) == len(WEIGHTS) + 1, "one form of two is loaded"

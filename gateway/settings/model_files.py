@@ -27,10 +27,11 @@ def description_of(folder: Path) -> Path | None:
 
 
 def weight_bytes_of(folder: Path) -> int:
-    """Return the bytes of the safetensors files that are loaded. Folders of Mistral's have the weights in both formats, and one of them is."""
-    files = {path: path.stat().st_size for path in folder.glob("*.safetensors")}
-    own = sum(size for path, size in files.items() if path.name.startswith("consolidated"))
-    return max(own, sum(files.values()) - own)
+    """Return the bytes of the weights that are loaded; 0 where none are here. Where a folder has them in several forms, one is loaded."""
+    files = [{path: path.stat().st_size for path in folder.glob(form)} for form in _WEIGHTS]
+    # Mistral's own form, which has the ending of Hugging Face's.
+    own = sum(size for path, size in files[0].items() if path.name.startswith("consolidated"))
+    return max(own, sum(files[0].values()) - own, *(sum(each.values()) for each in files[1:]))
 
 
 def fault_of(folder: Path, *, has_weights: bool = True, has_tokenizer: bool = True) -> str:
